@@ -1,0 +1,1 @@
+"""Committed, checksummed, resharding checkpoint storage for ``torch.distributed.checkpoint``."""

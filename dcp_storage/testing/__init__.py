@@ -1,0 +1,1 @@
+"""The test kit, shipped for third parties: conformance suite, faults, recording, rank workers."""
