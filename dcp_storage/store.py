@@ -29,7 +29,7 @@ import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dcp_storage.errors import UntrustedDataError
+from dcp_storage.names import check_name
 
 __all__ = ["Atomicity", "Buffers", "Entry", "Store", "Upload", "WrappedStore", "check_name", "total"]
 
@@ -62,25 +62,6 @@ class Entry:
     name: str
     size: int
     modified: float | None
-
-
-def check_name(name: str) -> str:
-    r"""Returns ``name`` if it is one plain path component, so that it cannot leave the folder.
-
-    Raises:
-        UntrustedDataError: it is empty, ``"."``, ``".."``, longer than 255 bytes, or holds ``/``, ``\\`` or a control
-            character.
-    """
-    if (
-        not name
-        or name in (".", "..")
-        or "/" in name
-        or "\\" in name
-        or any(ord(c) < 32 or ord(c) == 127 for c in name)
-        or len(name.encode("utf-8", "surrogatepass")) > 255
-    ):
-        raise UntrustedDataError(f"The name {name!r} is refused: it could leave the checkpoint's folder.", name=name)
-    return name
 
 
 def total(buffers: Buffers) -> int:

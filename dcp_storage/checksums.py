@@ -1,0 +1,102 @@
+"""The CRC-32s of one shard file while its bytes go by once, in parts (pure).
+
+A file is a row of *cells* (an item's head, each block of its payload, its tail), and it is sent as a row of *parts*,
+whose borders fall anywhere. Each part is checksummed in pieces, split where cells end; the pieces then add up to the
+CRC-32 of blocks, payloads, items, parts and the file.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from dcp_storage.codec import Encoded
+from dcp_storage.crc import combine_all
+from dcp_storage.records import block_size
+from dcp_storage.store import Buffers
+
+__all__ = ["Item", "PartSums", "cells_of", "piece_sums", "sums_of_items"]
+
+Piece = tuple[int, int]
+"""A CRC-32 and the bytes it is of."""
+
+
+@dataclass
+class PartSums:
+    """The pieces of one part, in order, and the CRC-32 of the part."""
+
+    pieces: list[Piece] = field(default_factory=list)
+    crc32: int = 0
+
+
+@dataclass(frozen=True)
+class Item:
+    """The sums of one item: of all of it, of its payload, and of the payload's blocks."""
+
+    crc32: int
+    payload_crc32: int
+    block: int
+    blocks: tuple[int, ...]
+
+
+def cells_of(item: Encoded) -> Iterator[int]:
+    """The bytes of each cell of an item: head (may be 0), blocks, tail (may be 0)."""
+    yield item.payload_offset
+    block = block_size(item.payload_length)
+    for at in range(0, item.payload_length, block):
+        yield min(block, item.payload_length - at)
+    yield item.length - item.payload_offset - item.payload_length
+
+
+def piece_sums(buffers: Buffers, lengths: Sequence[int]) -> PartSums:
+    """Checksums a part's bytes.
+
+    Args:
+        buffers: the part.
+        lengths: bytes of each piece, in order; they add up to the part.
+    """
+    out = PartSums()
+    source = iter(buffers)
+    rest = memoryview(b"")
+    for length in lengths:
+        crc, missing = 0, length
+        while missing:
+            if not rest.nbytes:
+                rest = next(source)
+                continue
+            taken = rest[:missing]
+            crc = zlib.crc32(taken, crc)
+            missing -= taken.nbytes
+            rest = rest[taken.nbytes :]
+        out.pieces.append((crc, length))
+    out.crc32 = combine_all(out.pieces)
+    return out
+
+
+def sums_of_items(items: Sequence[Encoded], parts: Sequence[PartSums]) -> list[Item]:
+    """Puts the items' sums together from those of a file's parts.
+
+    Args:
+        items: the file's items, in order; only their lengths are looked at.
+        parts: the file's parts, in order.
+    """
+    pieces = (piece for part in parts for piece in part.pieces)
+    out = []
+    for item in items:
+        cells = [_cell(pieces, length) for length in cells_of(item)]
+        blocks = cells[1:-1]
+        payload = combine_all(blocks)
+        whole = combine_all([cells[0], (payload, item.payload_length), cells[-1]])
+        out.append(Item(whole, payload, block_size(item.payload_length), tuple(crc for crc, _ in blocks)))
+    return out
+
+
+def _cell(pieces: Iterator[Piece], length: int) -> Piece:
+    found: list[Piece] = []
+    missing = length
+    while missing:
+        piece = next(pieces)
+        found.append(piece)
+        missing -= piece[1]
+    return combine_all(found), length

@@ -1,0 +1,227 @@
+"""Tensors to the bytes of ``torch.save``, without copying the tensor, and where its raw bytes sit in them.
+
+``torch.save`` hands the memory of a storage to a file-like object in one ``write``. :func:`encode` keeps that piece
+as a view of the tensor's own memory and copies everything else, so that an item is a short list of buffers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+from typing import IO, cast
+
+import torch
+
+from dcp_storage.store import Buffers, total
+
+__all__ = ["Encoded", "bytes_of", "contiguous_stride", "dtype_named", "encode", "encode_object", "name_of_dtype"]
+
+
+@dataclass
+class Encoded:
+    """The bytes of one item.
+
+    Attributes:
+        buffers: the bytes, in order.
+        length: bytes in all.
+        payload_offset: where the payload begins in them.
+        payload_length: its bytes.
+        dtype: element type, where the payload is the raw bytes of a tensor; None where it is the whole item.
+        shape: the tensor's shape, with ``dtype``.
+        stride: its element strides where they are not those of a contiguous tensor.
+        copied: bytes held beyond the caller's own tensors (a budget counts them).
+    """
+
+    buffers: list[memoryview] = field(default_factory=list)
+    length: int = 0
+    payload_offset: int = 0
+    payload_length: int = 0
+    dtype: str | None = None
+    shape: tuple[int, ...] | None = None
+    stride: tuple[int, ...] | None = None
+    copied: int = 0
+
+
+class _Py_buffer(ctypes.Structure):  # noqa: N801 - CPython's name
+    """CPython's buffer record, to learn where a read-only memoryview points (PEP 3118)."""
+
+    _fields_ = [
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.py_object),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_char_p),
+        ("shape", ctypes.POINTER(ctypes.c_ssize_t)),
+        ("strides", ctypes.POINTER(ctypes.c_ssize_t)),
+        ("suboffsets", ctypes.POINTER(ctypes.c_ssize_t)),
+        ("internal", ctypes.c_void_p),
+    ]
+
+
+def _address(view: memoryview) -> int:
+    record = _Py_buffer()
+    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(record), 0)
+    try:
+        return int(record.buf or 0)
+    finally:
+        ctypes.pythonapi.PyBuffer_Release(ctypes.byref(record))
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a dense CPU tensor as a flat, writable view of bytes that keeps the tensor alive.
+
+    Args:
+        tensor: strided, on the CPU, its elements in one run of memory without holes or overlaps.
+    """
+    nbytes = tensor.numel() * tensor.element_size()
+    array = (ctypes.c_char * nbytes).from_address(tensor.data_ptr()) if nbytes else (ctypes.c_char * 0)()
+    array.keep = tensor  # type: ignore[attr-defined]  # the view holds the array, the array the tensor
+    return memoryview(array).cast("B")
+
+
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Element strides of a contiguous tensor of ``shape``."""
+    out = []
+    step = 1
+    for size in reversed(shape):
+        out.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(out))
+
+
+def name_of_dtype(dtype: torch.dtype) -> str:
+    """``torch.bfloat16`` → ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_named(name: str) -> torch.dtype | None:
+    """``"bfloat16"`` → ``torch.bfloat16``; None where this torch has no such dtype."""
+    found = getattr(torch, name, None) if name.isidentifier() else None
+    return found if isinstance(found, torch.dtype) else None
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill one run of memory, each place once (in any order of dimensions)."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and not tensor.is_quantized
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not tensor.requires_grad
+        and not getattr(tensor, "__dict__", None)  # torch.save would keep Python attributes: let it see the original
+    )
+
+
+def _own_storage(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The tensor on a storage of exactly its own bytes, and how many bytes had to be copied for that.
+
+    Stock torch clones where the storage is larger; a tensor over the dense region itself serialises to the same bytes.
+    """
+    nbytes = tensor.numel() * tensor.element_size()
+    if tensor.untyped_storage().nbytes() == nbytes:
+        return tensor, 0
+    if not nbytes or not _is_dense(tensor):
+        return tensor.clone(), nbytes
+    flat = torch.frombuffer(bytes_of(tensor), dtype=torch.uint8).view(tensor.dtype)
+    return flat.as_strided(tensor.shape, tensor.stride()), 0
+
+
+class _Sink:
+    """The file-like object that ``torch.save`` writes to."""
+
+    def __init__(self, out: Encoded, memory: memoryview | None) -> None:
+        self._out = out
+        self._memory = memory
+        self._start = _address(memory) if memory is not None and memory.nbytes else 0
+        self._small = bytearray()
+        self.payload_offset: int | None = None
+
+    def write(self, data: memoryview | bytes) -> int:
+        view = memoryview(data).cast("B") if isinstance(data, bytes) else data
+        if (
+            self._start
+            and self.payload_offset is None
+            and self._memory is not None
+            and view.nbytes == self._memory.nbytes
+            and _address(view) == self._start
+        ):
+            self._spill()
+            self.payload_offset = self._out.length
+            self._out.buffers.append(self._memory)
+        else:
+            self._small += view
+        self._out.length += view.nbytes
+        return view.nbytes
+
+    def flush(self) -> None:
+        """Torch asks for it; there is nothing behind this object to flush to."""
+
+    def _spill(self) -> None:
+        if self._small:
+            self._out.buffers.append(memoryview(bytes(self._small)))
+            self._out.copied += len(self._small)
+            self._small = bytearray()
+
+    def finish(self) -> None:
+        self._spill()
+
+
+def encode(tensor: torch.Tensor) -> Encoded:
+    """The bytes that ``torch.save(tensor)`` to a buffer gives (of a view: of its clone), the tensor itself not copied.
+
+    The caller must not change the tensor until the bytes are written. A tensor that is not plain strided CPU memory
+    (a subclass, sparse, quantized) is serialised whole, and its payload is the whole item.
+
+    Args:
+        tensor: what the planner resolved; moved to the CPU here where it is elsewhere.
+    """
+    tensor = tensor.detach()
+    copied = 0
+    if tensor.device.type not in ("cpu", "meta"):
+        tensor = tensor.cpu()
+        copied = tensor.numel() * tensor.element_size()
+    out = Encoded()
+    memory = None
+    if _is_plain(tensor):
+        tensor, extra = _own_storage(tensor)
+        copied += extra
+        memory = bytes_of(tensor)
+    elif tensor.layout is torch.strided and tensor.device.type == "cpu" and type(tensor) is torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() != tensor.numel() * tensor.element_size():
+            tensor = tensor.clone()
+    sink = _Sink(out, memory)
+    torch.save(tensor, cast("IO[bytes]", sink))  # it only ever calls write and flush
+    sink.finish()
+    out.copied += copied
+    if memory is not None and (sink.payload_offset is not None or not memory.nbytes):
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        out.payload_offset = sink.payload_offset or 0
+        out.payload_length = memory.nbytes
+        out.dtype = name_of_dtype(tensor.dtype)
+        out.shape = shape
+        out.stride = None if tensor.is_contiguous() else stride
+    else:
+        out.payload_length = out.length
+    return out
+
+
+def encode_object(data: Buffers) -> Encoded:
+    """An object item, whose bytes the planner made; its payload is all of it."""
+    length = total(data)
+    return Encoded(buffers=list(data), length=length, payload_length=length, copied=length)

@@ -1,0 +1,122 @@
+"""The one object that commits: made if-absent, and read back whatever the store replies (invariants I1 and I6)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import datetime, timezone
+
+import torch
+
+from dcp_storage import names
+from dcp_storage.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CommitUnknownError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    StoreError,
+)
+from dcp_storage.records import FORMAT, MAX_COMMIT, Commit, ManifestRef, decode_commit, encode_commit
+from dcp_storage.store import Store
+from dcp_storage.version import VERSION
+
+__all__ = ["create_commit", "new_commit", "read_back", "utc_now"]
+
+_TRIES = 4  # creates of one commit number whose fate is not known, each read back, before giving up
+
+
+def utc_now() -> str:
+    """The time by this machine's clock, UTC, ISO 8601."""
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+
+
+def new_commit(
+    number: int,
+    author: str,
+    *,
+    manifest: ManifestRef | None,
+    world_size: int = 0,
+    single_writer: bool = False,
+    restates: int | None = None,
+) -> Commit:
+    """A commit (with a manifest) or a void (without), made now by this version."""
+    return Commit(
+        format=FORMAT,
+        state="void" if manifest is None else "committed",
+        number=number,
+        author=author,
+        time=utc_now(),
+        world_size=world_size,
+        torch=str(torch.__version__),
+        package=VERSION,
+        single_writer=single_writer,
+        manifest=manifest,
+        restates=restates,
+    )
+
+
+def read_back(store: Store, commit: Commit) -> str:
+    """Whose the commit object of this number is: ``"ours"``, ``"another's"`` or ``"nobody's"`` (invariant I6)."""
+    name = names.commit_name(commit.number)
+    try:
+        found = decode_commit(store.read(name, limit=MAX_COMMIT), path=store.url, file=name)
+    except ObjectNotFoundError:
+        return "nobody's"
+    except StoreError:
+        raise
+    except CheckpointError:
+        return "another's"  # torn, or of a later format: not by us, and the number is taken
+    return "ours" if found.author == commit.author else "another's"
+
+
+def create_commit(store: Store, commit: Commit, look: Callable[[Store, Commit], str] = read_back) -> None:
+    """Creates the commit object if its number is free, and finds out what became of it whatever the store replies.
+
+    Raises:
+        CheckpointExistsError: the number is another's.
+        CommitUnknownError: no reply, and looking did not tell either; or the object is not there but may still come.
+        StoreError: the store refused in a way that leaves no doubt (no right, no space).
+    """
+    name = names.commit_name(commit.number)
+    body = encode_commit(commit)
+    doubt: StoreError | None = None
+    for attempt in range(_TRIES):
+        if attempt:
+            time.sleep(0.05 * 2**attempt)
+        try:
+            store.create(name, body)
+        except ObjectExistsError:
+            pass
+        except StoreError as error:
+            if not error.ambiguous:
+                if error.transient and attempt + 1 < _TRIES:
+                    continue
+                if doubt is None:
+                    raise
+            doubt = error
+        else:
+            return
+        try:
+            whose = look(store, commit)
+        except StoreError as error:
+            raise _unknown(store, name, error) from error
+        if whose == "ours":
+            return
+        if whose == "another's":
+            raise CheckpointExistsError(
+                f"{store.url}: another attempt made {name} first; this one has lost and changes nothing.",
+                path=store.url,
+                key=name,
+            )
+    raise _unknown(store, name, doubt)
+
+
+def _unknown(store: Store, name: str, error: StoreError | None) -> CommitUnknownError:
+    return CommitUnknownError(
+        f"{store.url}: the store did not say whether {name} was made, and it could not be found out. Nothing was "
+        "deleted. Look again later: the checkpoint is committed if that object is there.",
+        path=store.url,
+        key=name,
+        cause=error,
+    )

@@ -1,0 +1,107 @@
+"""Handing to the planner what was read: tensors that are filled, and objects loaded by the allow-list."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
+
+from dcp_storage.errors import CheckpointError, CorruptCheckpointError, portable
+from dcp_storage.pickles import reserialized
+from dcp_storage.reading import LoadSteps
+from dcp_storage.records import ItemRecord
+
+__all__ = ["Finish", "resolve"]
+
+
+@dataclass(frozen=True)
+class Finish:
+    """What the planner is told when an item's bytes are there.
+
+    Attributes:
+        planner: who is told.
+        item: what it wanted.
+        record: what was saved.
+        path: the checkpoint, for errors.
+        trusted_globals: what objects may use beyond the safe list.
+        steps: how objects are loaded.
+    """
+
+    planner: LoadPlanner
+    item: ReadItem
+    record: ItemRecord
+    path: str
+    trusted_globals: Sequence[Any]
+    steps: LoadSteps
+
+    def as_object(self, data: torch.Tensor | memoryview) -> None:
+        """Loads a Python object by the allow-list and hands it over, serialised anew by us."""
+        key = self.item.dest_index.fqn
+        raw = self._untransformed(data)
+        value = self.steps.load_object(raw, trusted_globals=self.trusted_globals, path=self.path, key=key)
+        again = io.BytesIO(reserialized(value))  # the planner unpickles what it gets: it gets only what we made
+        self._tell(lambda: self.planner.load_bytes(self.item, again), "planner.load_bytes")
+
+    def as_tensor(self, data: torch.Tensor | memoryview) -> None:
+        """Commits a tensor that is filled, or fills it from an item that had to be loaded whole."""
+        if isinstance(data, torch.Tensor):
+            target = data
+        else:  # not the raw bytes of a plain tensor: the whole item is loaded, then the wanted box is taken out of it
+            key = self.item.dest_index.fqn
+            raw = self._untransformed(data)
+            value = self.steps.load_object(raw, trusted_globals=self.trusted_globals, path=self.path, key=key)
+            if not isinstance(value, torch.Tensor):
+                raise CorruptCheckpointError(
+                    f"{self.path}: {key!r} should be a tensor, but a {type(value).__name__} was saved.",
+                    path=self.path,
+                    key=key,
+                )
+            for dim, (first, count) in enumerate(zip(self.item.storage_offsets, self.item.lengths, strict=True)):
+                value = value.narrow(dim, first, count)
+            target = resolve(self.planner, self.item, self.path, key)
+            target.copy_(value)
+        self._tell(lambda: self.planner.commit_tensor(self.item, target), "planner.commit_tensor")
+
+    def _untransformed(self, data: torch.Tensor | memoryview) -> memoryview:
+        if isinstance(data, torch.Tensor):
+            raise CheckpointError("An object came as a tensor.", path=self.path, kind="protocol")
+        if self.record.transforms:
+            raise CheckpointError(
+                f"{self.path}: {self.item.dest_index.fqn!r} was saved through stream extensions "
+                f"({', '.join(self.record.transforms)}), which are not read.",
+                path=self.path,
+                key=self.item.dest_index.fqn,
+                kind="unsupported",
+            )
+        return data
+
+    def _tell(self, call: Any, doing: str) -> None:
+        try:
+            call()
+        except Exception as error:
+            raise portable(error, doing, path=self.path, key=self.item.dest_index.fqn) from error
+
+
+def resolve(planner: LoadPlanner, item: ReadItem, path: str, key: str) -> torch.Tensor:
+    """The planner's tensor for an item, checked to be of the shape that is read.
+
+    Raises:
+        CheckpointError: the planner raised, or gave another shape.
+    """
+    try:
+        target = planner.resolve_tensor(item).detach()
+    except Exception as error:
+        raise portable(error, "planner.resolve_tensor", path=path, key=key) from error
+    if tuple(target.shape) != tuple(item.lengths):
+        raise CheckpointError(
+            f"{path}: the planner gave a target of shape {tuple(target.shape)} for {key!r}, of which "
+            f"{tuple(item.lengths)} is to be read.",
+            path=path,
+            key=key,
+            kind="planner",
+        )
+    return target

@@ -1,0 +1,108 @@
+"""The names of format 1: which files in a checkpoint's folder are ours, and what each is.
+
+Nothing that is not ours is ever deleted (invariant I11), so the patterns here are the whole reach of delete and prune.
+A token is sixteen characters that begin with a letter; ``.commit.<token>`` can so never be taken for ``.commit.<n>``.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import string
+
+from dcp_storage.errors import UntrustedDataError
+
+__all__ = [
+    "CLAIM",
+    "MANIFEST",
+    "STOCK_VIEW",
+    "blocks_claim",
+    "check_name",
+    "commit_name",
+    "commit_number",
+    "is_ours",
+    "manifest_name",
+    "new_token",
+    "rank_commit",
+    "shard_name",
+]
+
+CLAIM = ".claim"
+MANIFEST = ".manifest"
+STOCK_VIEW = ".metadata"
+
+_TOKEN = r"[a-z][a-z0-9]{15}"
+# Up to two tokens behind a name: an attempt's own one, and that of a local temporary file of it.
+_OURS = re.compile(
+    rf"(?:\.claim|\.commit|\.manifest|\.metadata|__\d+\.(?:commit|manifest|metadata)|__\d+_\d+(?:\.{_TOKEN})?\.distcp)"
+    rf"(?:\.{_TOKEN}){{0,2}}"
+)
+_COMMIT = re.compile(r"\.commit(?:\.([1-9]\d{0,17}))?")
+_RANK_COMMIT = re.compile(r"__(\d+)\.commit")
+# What stock torch leaves besides, killed between writing and renaming its metadata.
+_STOCK_LEFTOVER = re.compile(r"(?:__\d+)?\.metadata\.tmp")
+
+
+def check_name(name: str) -> str:
+    r"""Returns ``name`` if it is one plain path component, so that it cannot leave the folder.
+
+    Raises:
+        UntrustedDataError: it is empty, ``"."``, ``".."``, longer than 255 bytes, or holds ``/``, ``\\`` or a control
+            character.
+    """
+    if (
+        not name
+        or name in (".", "..")
+        or "/" in name
+        or "\\" in name
+        or any(ord(c) < 32 or ord(c) == 127 for c in name)
+        or len(name.encode("utf-8", "surrogatepass")) > 255
+    ):
+        raise UntrustedDataError(f"The name {name!r} is refused: it could leave the checkpoint's folder.", name=name)
+    return name
+
+
+def new_token() -> str:
+    """A fresh random token of 16 characters (about 82 bits)."""
+    rest = "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(15))
+    return secrets.choice(string.ascii_lowercase) + rest
+
+
+def commit_name(number: int) -> str:
+    """The name of commit ``number`` (from 1): ``.commit``, ``.commit.2``, ``.commit.3``, …"""
+    return ".commit" if number == 1 else f".commit.{number}"
+
+
+def commit_number(name: str) -> int:
+    """The number that a commit object's name stands for; 0 where ``name`` is no commit object."""
+    found = _COMMIT.fullmatch(name)
+    if not found:
+        return 0
+    number = int(found[1] or 1)
+    return number if number > 1 or not found[1] else 0  # ".commit.1" is not a name we write
+
+
+def manifest_name(token: str | None) -> str:
+    """The manifest's name: plain under a claim, else with the attempt's token."""
+    return MANIFEST if token is None else f"{MANIFEST}.{token}"
+
+
+def shard_name(rank: int, number: int, token: str | None) -> str:
+    """The name of a rank's file: ``__<rank>_<number>.distcp``, with the rank's token where it holds no fresh grant."""
+    return f"__{rank}_{number}.distcp" if token is None else f"__{rank}_{number}.{token}.distcp"
+
+
+def rank_commit(name: str) -> int | None:
+    """The rank of a per-rank commit object (``__<rank>.commit``), None for any other name."""
+    found = _RANK_COMMIT.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+def is_ours(name: str) -> bool:
+    """Whether delete and prune may touch a file of this name (commit objects have rules of their own)."""
+    return commit_number(name) > 0 or _OURS.fullmatch(name) is not None
+
+
+def blocks_claim(name: str) -> bool:
+    """Whether a file of this name keeps a save from taking the plain names: ours, and what stock torch leaves."""
+    return is_ours(name) or _STOCK_LEFTOVER.fullmatch(name) is not None

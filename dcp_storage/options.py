@@ -1,0 +1,192 @@
+"""Every knob of a save and of a load, and the reports they leave."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["KIB", "MIB", "LoadOptions", "LoadReport", "Problem", "Report", "SaveOptions", "SaveReport"]
+
+KIB = 1024
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Common:
+    """What saving and loading share.
+
+    Attributes:
+        max_concurrency: most requests to the store in flight at once, per writer or reader. Default 8.
+        part_size: bytes of one part or of one ranged read; at least 64 KiB, sensibly 8 to 64 MiB. Default 16 MiB.
+        memory_budget: bytes that parts, ranges and staging buffers of one writer or reader may hold at once, over all
+            its saves, files and threads. A single piece larger than the budget still goes through, alone.
+            Default 256 MiB.
+        attempts: most tries of one store request that failed in a passing way. Default 6.
+        deadline: seconds for one store request with all its tries. Default 300.
+    """
+
+    max_concurrency: int = 8
+    part_size: int = 16 * MIB
+    memory_budget: int = 256 * MIB
+    attempts: int = 6
+    deadline: float = 300.0
+
+    def __post_init__(self) -> None:
+        if self.max_concurrency < 1:
+            raise ValueError(f"max_concurrency must be at least 1, not {self.max_concurrency}.")
+        if self.part_size < 64 * KIB:
+            raise ValueError(f"part_size is in bytes and must be at least {64 * KIB}, not {self.part_size}.")
+        if self.memory_budget < 1:
+            raise ValueError(f"memory_budget is in bytes and must be positive, not {self.memory_budget}.")
+        if self.attempts < 1:
+            raise ValueError(f"attempts must be at least 1, not {self.attempts}.")
+        if self.deadline <= 0:
+            raise ValueError(f"deadline is in seconds and must be positive, not {self.deadline}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveOptions(_Common):
+    """How to save. Frozen; every field has a default that is right for most runs.
+
+    Attributes:
+        max_concurrency: most requests to the store in flight at once, per writer. Default 8.
+        part_size: bytes of one upload part; grows by itself where a file nears the store's limit of parts.
+            Default 16 MiB.
+        memory_budget: bytes of parts in flight of this writer, over all its saves, files and threads.
+            Default 256 MiB.
+        attempts: most tries of one store request that failed in a passing way. Default 6.
+        deadline: seconds for one store request with all its tries. Default 300.
+        shard_size: bytes after which a rank begins its next file; one item is never split over files.
+            Default 4 GiB.
+        assume_single_writer: allow overwrite on a store that cannot refuse a second create, on your word that no
+            other job writes to the folder. Default False.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    shard_size: int = 4096 * MIB
+    assume_single_writer: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.shard_size < 1:
+            raise ValueError(f"shard_size is in bytes and must be positive, not {self.shard_size}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions(_Common):
+    """How to load. Frozen; every field has a default that is right for most runs.
+
+    Attributes:
+        max_concurrency: most requests to the store in flight at once, per reader. Default 8.
+        part_size: bytes of one ranged read, at most. Default 16 MiB.
+        memory_budget: bytes of staging buffers of this reader, over all its loads and threads; what is read straight
+            into a target does not count. Default 256 MiB.
+        attempts: most tries of one store request that failed in a passing way. Default 6.
+        deadline: seconds for one store request with all its tries. Default 300.
+        max_gap: bytes that may be read and thrown away to join two ranges into one request. Default 64 KiB.
+        trusted_globals: classes, functions or dotted names that a checkpoint's Python objects may use beyond the
+            published safe list (``dcp_storage.pickles.SAFE_GLOBALS``). They are called while loading: name only what
+            you would run. Default none.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    max_gap: int = 64 * KIB
+    trusted_globals: tuple[type | Callable[..., Any] | str, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_gap < 0:
+            raise ValueError(f"max_gap is in bytes and must not be negative, not {self.max_gap}.")
+        object.__setattr__(self, "trusted_globals", tuple(self.trusted_globals))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong.
+
+    Attributes:
+        kind: a stable string to branch on.
+        file: name of the file it is in, None where it is in none.
+        key: the state-dict key it concerns, None where it concerns none.
+        wanted: what should be there.
+        found: what is there.
+        advice: one sentence: what to do.
+    """
+
+    kind: str
+    file: str | None = None
+    key: str | None = None
+    wanted: int | str | None = None
+    found: int | str | None = None
+    advice: str = ""
+
+
+@dataclass
+class Report:
+    """What happened, as data.
+
+    Attributes:
+        path: the checkpoint's folder.
+        problems: what is wrong with the checkpoint; empty where ``ok``.
+        warnings: sentences about what does not touch the checkpoint itself, e.g. a stale stock view.
+        seconds: wall time by phase.
+        requests: requests sent to the store by this rank.
+        retries: of these, how many were tried again.
+    """
+
+    path: str
+    problems: list[Problem] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    requests: int = 0
+    retries: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong with the checkpoint."""
+        return not self.problems
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data, fit for JSON."""
+        return {"ok": self.ok, **dataclasses.asdict(self)}
+
+
+@dataclass
+class SaveReport(Report):
+    """What a save did, seen from this rank.
+
+    Attributes:
+        files: files this rank wrote.
+        bytes_written: bytes in them.
+        commit: number of the commit object; None on ranks that do not coordinate.
+        single_writer: whether the store could not promise create-if-absent, so that the promise holds for one writer
+            only.
+    """
+
+    files: int = 0
+    bytes_written: int = 0
+    commit: int | None = None
+    single_writer: bool = False
+
+
+@dataclass
+class LoadReport(Report):
+    """What a load did, seen from this rank.
+
+    Attributes:
+        loaded: keys that were filled, sorted.
+        bytes_needed: bytes of the items that were wanted.
+        bytes_read: bytes read from the store, commit and manifest included.
+        commit: number of the commit that was read; None for a checkpoint without one.
+    """
+
+    loaded: list[str] = field(default_factory=list)
+    bytes_needed: int = 0
+    bytes_read: int = 0
+    commit: int | None = None

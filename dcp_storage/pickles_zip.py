@@ -1,0 +1,61 @@
+"""The zip that ``torch.save`` writes, as records in memory: stored, never compressed, none larger than the whole."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+import zlib
+from collections.abc import Mapping
+
+from dcp_storage.errors import CorruptCheckpointError
+
+__all__ = ["records"]
+
+_ENCRYPTED = 0x1
+_HEADER = struct.Struct("<4s22xHH")
+
+
+def records(data: bytes, *, path: str | None = None, key: str | None = None) -> Mapping[str, memoryview]:
+    """The records of a ``torch.save`` archive by name, without the archive's own leading folder; views of ``data``.
+
+    Args:
+        data: the whole archive.
+        path: the checkpoint, for errors.
+        key: the state-dict key, for errors.
+
+    Raises:
+        CorruptCheckpointError: it is no such archive, or a record's CRC-32 does not match.
+    """
+
+    def wrong(what: str, cause: BaseException | None = None) -> CorruptCheckpointError:
+        return CorruptCheckpointError(f"An object entry is damaged: {what}.", path=path, key=key, cause=cause)
+
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            entries = archive.infolist()
+    # What zipfile raises on bytes that only look like a zip; NotImplementedError is its word for newer features.
+    except (zipfile.BadZipFile, NotImplementedError, struct.error, ValueError, LookupError, OverflowError) as error:
+        raise wrong("it is not a zip as torch.save writes it", error) from error
+    if sum(entry.file_size for entry in entries) > len(data):
+        raise wrong(f"its records are larger than its {len(data)} bytes")
+    found: dict[str, memoryview] = {}
+    view = memoryview(data)
+    for entry in entries:
+        if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
+            raise wrong(f"the record {entry.filename!r} is compressed, which torch.save never does")
+        header = view[entry.header_offset : entry.header_offset + _HEADER.size]
+        if entry.flag_bits & _ENCRYPTED or entry.header_offset < 0 or len(header) != _HEADER.size:
+            raise wrong(f"the record {entry.filename!r} is encrypted or not there")
+        signature, name_size, extra_size = _HEADER.unpack(header)
+        start = entry.header_offset + _HEADER.size + name_size + extra_size
+        content = view[start : start + entry.file_size]
+        if signature != b"PK\x03\x04" or len(content) != entry.file_size:
+            raise wrong(f"the record {entry.filename!r} is cut short")
+        if entry.CRC and zlib.crc32(content) != entry.CRC:  # 0: saved with torch's CRCs switched off
+            raise wrong(f"the CRC-32 of the record {entry.filename!r} does not match")
+        name = entry.filename.partition("/")[2]
+        if name in found:
+            raise wrong(f"it has two records {name!r}")
+        found[name] = content
+    return found

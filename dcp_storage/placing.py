@@ -1,0 +1,162 @@
+"""From bytes that arrived to tensors: checking blocks, staging boxes, and when memory can be filled directly."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dcp_storage.codec import dtype_named
+from dcp_storage.errors import CorruptCheckpointError, IncompatibleCheckpointError
+from dcp_storage.records import ItemRecord
+
+__all__ = ["Check", "Place", "Taker", "check_blocks", "dtype_of", "is_direct", "product", "view_of"]
+
+Check = Callable[[str, ItemRecord, int, Sequence[memoryview]], CorruptCheckpointError | None]
+
+
+def check_blocks(
+    file: str, item: ItemRecord, start: int, buffers: Sequence[memoryview]
+) -> CorruptCheckpointError | None:
+    """Compares the CRC-32 of each block with the manifest; the error for the first that differs.
+
+    Args:
+        file: for the message.
+        item: whose payload it is; where it has no block sums nothing is checked.
+        start: where the bytes begin in the payload, at a block's border.
+        buffers: the bytes, up to a block's border or the payload's end.
+    """
+    if not item.blocks:
+        return None
+    number, room, crc = start // item.block, item.block, 0
+    found: list[int] = []
+    for buffer in buffers:
+        rest = buffer
+        while rest.nbytes:
+            taken = rest[:room]
+            crc = zlib.crc32(taken, crc)
+            rest = rest[taken.nbytes :]
+            room -= taken.nbytes
+            if not room:
+                found.append(crc)
+                room, crc = item.block, 0
+    if room != item.block:
+        found.append(crc)
+    for k, sum_ in enumerate(found, number):
+        if sum_ != item.blocks[k]:
+            at = item.offset + item.payload_offset + k * item.block
+            return CorruptCheckpointError(
+                f"{file}: the bytes of {item.key!r} at offset {at} are altered: CRC-32 {item.blocks[k]:#010x} was "
+                f"committed, {sum_:#010x} was read.",
+                file=file,
+                key=item.key,
+                offset=at,
+                wanted=item.blocks[k],
+                found=sum_,
+            )
+    return None
+
+
+class Taker:
+    """Hands out a row of buffers in runs of any length.
+
+    Args:
+        buffers: what is handed out, in order.
+    """
+
+    def __init__(self, buffers: Sequence[memoryview]) -> None:
+        self._source = iter(buffers)
+        self._rest = memoryview(b"")
+
+    def take(self, size: int) -> Iterator[memoryview]:
+        """The next ``size`` bytes, in as many pieces as they lie in."""
+        while size:
+            if not self._rest.nbytes:
+                self._rest = next(self._source)
+                continue
+            taken = self._rest[:size]
+            self._rest = self._rest[taken.nbytes :]
+            size -= taken.nbytes
+            yield taken
+
+
+@dataclass(frozen=True)
+class Place:
+    """Copies a staged box into its place in the target.
+
+    Attributes:
+        target: the whole target.
+        at: where the box begins in it.
+        lengths: the box's size.
+        view: the box in the staging buffer.
+    """
+
+    target: torch.Tensor
+    at: tuple[int, ...]
+    lengths: tuple[int, ...]
+    view: torch.Tensor
+
+    def __call__(self) -> None:
+        place = self.target
+        for dim, (first, count) in enumerate(zip(self.at, self.lengths, strict=True)):
+            place = place.narrow(dim, first, count)
+        place.copy_(self.view)
+
+
+def view_of(
+    staging: bytearray, skip: int, dtype: torch.dtype, lengths: tuple[int, ...], stride: Sequence[int]
+) -> torch.Tensor:
+    """The box in a staging buffer, as a strided tensor over its bytes."""
+    itemsize = dtype.itemsize
+    span = (sum((n - 1) * s for n, s in zip(lengths, stride, strict=True)) + 1) * itemsize
+    raw = torch.frombuffer(staging, dtype=torch.uint8, offset=skip, count=span)
+    if skip % itemsize:
+        raw = raw.clone()  # a view of a wider type must begin on its own border
+    return raw.view(dtype).as_strided(lengths, tuple(stride))
+
+
+def is_direct(target: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether bytes may be put straight into the target's memory."""
+    return (
+        type(target) in (torch.Tensor, torch.nn.Parameter)
+        and target.device.type == "cpu"
+        and target.layout is torch.strided
+        and target.dtype is dtype
+        and target.is_contiguous()
+        and not target.is_conj()
+        and not target.is_neg()
+    )
+
+
+def dtype_of(item: ItemRecord) -> torch.dtype:
+    """The element type of an item's raw payload, checked against its length.
+
+    Raises:
+        IncompatibleCheckpointError: this torch does not have it.
+        CorruptCheckpointError: shape, dtype and length do not fit each other.
+    """
+    dtype = dtype_named(item.dtype or "")
+    if dtype is None:
+        raise IncompatibleCheckpointError(
+            f"The tensor {item.key!r} is of dtype {item.dtype}, which torch {torch.__version__} does not have.",
+            key=item.key,
+        )
+    if product(item.shape or ()) * dtype.itemsize != item.payload_length:
+        raise CorruptCheckpointError(
+            f"The manifest gives {item.payload_length} bytes for {item.key!r}, whose shape {item.shape} and dtype "
+            f"{item.dtype} need another number.",
+            key=item.key,
+            wanted=product(item.shape or ()) * dtype.itemsize,
+            found=item.payload_length,
+        )
+    return dtype
+
+
+def product(sizes: Sequence[int]) -> int:
+    """The number of elements of a shape; 1 of an empty one."""
+    out = 1
+    for size in sizes:
+        out *= size
+    return out

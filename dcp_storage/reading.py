@@ -1,0 +1,126 @@
+"""From a folder to a checkpoint that can be read: its commit and manifest, or what stock torch left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from dcp_storage import names
+from dcp_storage.current import blame, check_sizes, list_commits, nothing_committed, read_current, read_manifest
+from dcp_storage.errors import CorruptCheckpointError, ObjectNotFoundError
+from dcp_storage.pickles import load_metadata, load_object
+from dcp_storage.placing import Check, check_blocks
+from dcp_storage.records import ItemRecord, Manifest
+from dcp_storage.store import Store
+from dcp_storage.torchview import manifest_from_stock
+
+__all__ = ["Checkpoint", "LoadSteps", "read_checkpoint", "sizes_of_files"]
+
+
+@dataclass
+class Checkpoint:
+    """A checkpoint that can be read.
+
+    Attributes:
+        number: its commit's number; None for one that stock torch wrote.
+        identity: CRC-32 of its manifest (0 without one).
+        manifest: all that it is.
+        bytes_read: bytes that were read to know this.
+        items: index → item.
+    """
+
+    number: int | None
+    identity: int
+    manifest: Manifest
+    bytes_read: int
+    items: Mapping[MetadataIndex, ItemRecord] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.items = {
+            MetadataIndex(item.key, None if item.offsets is None else torch.Size(item.offsets)): item
+            for item in self.manifest.items
+        }
+
+    def file_of(self, item: ItemRecord) -> str:
+        """The name of the file that an item is in."""
+        return self.manifest.files[item.file].name
+
+
+def read_checkpoint(store: Store, *, require_commit: bool, trusted_globals: Sequence[Any] = ()) -> Checkpoint:
+    """Finds the highest commit and reads its manifest; or reads what stock torch wrote, if that is allowed.
+
+    Raises:
+        CheckpointNotFoundError: the folder holds no checkpoint.
+        NotCommittedError: it holds files, but no commit that stands; says what there is and what to do.
+        CheckpointReplacedError: the checkpoint was replaced between two of the reads. Load again.
+        CorruptCheckpointError: the manifest is gone or not what was committed.
+        IncompatibleCheckpointError: it is of a later format.
+        StoreError: the store failed. An outage is never taken for an empty folder.
+    """
+    try:
+        current = read_current(store)
+    except ObjectNotFoundError as error:  # the bucket itself
+        raise nothing_committed(store, None) from error
+    if current is not None and current.commit.manifest is not None:
+        try:
+            manifest = read_manifest(store, current)
+        except CorruptCheckpointError as error:
+            found = blame(store, current.number, error)
+            if found is error:
+                raise
+            raise found from error
+        ref = current.commit.manifest
+        return Checkpoint(current.number, ref.crc32, manifest, ref.size)
+    if current is None and not require_commit:
+        return _read_stock(store, trusted_globals)
+    raise nothing_committed(store, current)
+
+
+def _read_stock(store: Store, trusted_globals: Sequence[Any]) -> Checkpoint:
+    entries = store.entries()
+    sizes = {e.name: e.size for e in entries}
+    if names.STOCK_VIEW not in sizes or list_commits(entries):
+        raise nothing_committed(store, None)
+    data = store.read(names.STOCK_VIEW, limit=sizes[names.STOCK_VIEW])
+    metadata = load_metadata(data, trusted_globals=trusted_globals, path=store.url)
+    try:
+        manifest = manifest_from_stock(metadata, sizes)
+    except CorruptCheckpointError as error:
+        error.path = store.url
+        raise
+    return Checkpoint(None, 0, manifest, len(data))
+
+
+def sizes_of_files(store: Store, checkpoint: Checkpoint, wanted: Iterable[str]) -> None:
+    """Checks the wanted files by one listing; if one is not right, says whether the checkpoint was replaced.
+
+    Raises:
+        CorruptCheckpointError: a file is missing, short or long.
+        CheckpointReplacedError: because another save committed meanwhile.
+    """
+    try:
+        check_sizes(store, checkpoint.manifest, wanted)
+    except CorruptCheckpointError as error:
+        found = blame(store, checkpoint.number, error)
+        if found is error:
+            raise
+        raise found from error
+
+
+@dataclass(frozen=True)
+class LoadSteps:
+    """What a load rests on; the test kit exchanges some to show what each is for.
+
+    Attributes:
+        check_sizes: looks at the wanted files before any tensor changes (invariant I8).
+        check_blocks: compares bytes with their CRC-32 (invariant I8).
+        load_object: unpickles through the allow-list (invariant I9).
+    """
+
+    check_sizes: Callable[[Store, Checkpoint, Iterable[str]], None] = sizes_of_files
+    check_blocks: Check = check_blocks
+    load_object: Callable[..., Any] = load_object

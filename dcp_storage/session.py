@@ -1,0 +1,119 @@
+"""What the writer and the reader share: where they point, the store behind it, and one save or load per thread."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dcp_storage.counting import CountingStore
+from dcp_storage.errors import InvalidLocationError, portable
+from dcp_storage.options import LoadOptions, Report, SaveOptions
+from dcp_storage.store import Store
+from dcp_storage.stores.location import Location, parse_location
+from dcp_storage.stores.opening import open_store
+from dcp_storage.wrappers import LimitedStore, RetryingStore
+
+__all__ = ["OpenStore", "Opened", "Pointer", "guard", "open_folder", "phase"]
+
+OpenStore = Callable[[Location, Mapping[str, Any], int], Store]
+"""Opens the bare store of a folder; the test kit hands over one that wraps it."""
+
+
+def _open(location: Location, storage_options: Mapping[str, Any], max_concurrency: int) -> Store:
+    return open_store(location, storage_options, max_concurrency=max_concurrency)
+
+
+@dataclass
+class Opened:
+    """A folder's store with retry, limit and counting around it."""
+
+    store: Store
+    retrying: RetryingStore
+    counting: CountingStore
+
+    def count_into(self, report: Report) -> None:
+        """Notes the requests and retries so far."""
+        report.requests = self.counting.requests
+        report.retries = self.retrying.retries
+
+
+def open_folder(
+    location: Location,
+    storage_options: Mapping[str, Any],
+    options: SaveOptions | LoadOptions,
+    opener: OpenStore = _open,
+) -> Opened:
+    """Opens a folder with one layer of retries, a limit on requests, and counters."""
+    counting = CountingStore(opener(location, storage_options, options.max_concurrency))
+    limited = LimitedStore(counting, options.max_concurrency)
+    retrying = RetryingStore(limited, attempts=options.attempts, deadline=options.deadline)
+    return Opened(retrying, retrying, counting)
+
+
+@dataclass
+class Pointer:
+    """Where a writer or reader points: a path of each thread's own, else the last one that anybody gave.
+
+    Attributes:
+        last: the last location given, in any thread.
+    """
+
+    last: Location | None = None
+    _own: threading.local = field(default_factory=threading.local)
+
+    def set(self, checkpoint_id: str | os.PathLike[str]) -> None:
+        """Points this thread, and threads without a path of their own, to a folder."""
+        location = parse_location(checkpoint_id)
+        self._own.location = location
+        self.last = location
+
+    def get(self, what: str) -> Location:
+        """This thread's location.
+
+        Raises:
+            InvalidLocationError: nobody gave one.
+        """
+        location = getattr(self._own, "location", None) or self.last
+        if location is None:
+            raise InvalidLocationError(
+                f"This {what} has no path: give it one, or pass checkpoint_id to the call that uses it."
+            )
+        return location
+
+    def peek(self) -> Location | None:
+        """This thread's location, None where nobody gave one."""
+        return getattr(self._own, "location", None) or self.last
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"last": self.peek()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.last = state["last"]
+        self._own = threading.local()
+
+
+@contextlib.contextmanager
+def guard(doing: str, location: Location | None) -> Iterator[None]:
+    """Turns whatever is raised inside a hook into an error of ours that crosses process borders (invariant I7)."""
+    try:
+        yield
+    except Exception as error:
+        raised = portable(error, doing, path=location.url if location else None)
+        if raised is error:
+            raise
+        raise raised from error
+
+
+@contextlib.contextmanager
+def phase(report: Report, name: str) -> Iterator[None]:
+    """Adds the time that passes inside to a phase of the report."""
+    begun = time.monotonic()
+    try:
+        yield
+    finally:
+        report.seconds[name] = report.seconds.get(name, 0.0) + time.monotonic() - begun

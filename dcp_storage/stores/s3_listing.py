@@ -1,0 +1,73 @@
+"""All pages of S3's two listings; a page that is missing is an error, never a shorter list (invariant I10)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dcp_storage.store import Entry
+from dcp_storage.stores.s3_errors import Request
+from dcp_storage.stores.s3_session import S3Client
+
+__all__ = ["OpenUpload", "list_objects", "list_uploads"]
+
+
+@dataclass(frozen=True)
+class OpenUpload:
+    """A multipart upload that is neither completed nor aborted.
+
+    Attributes:
+        key: the object's key in the bucket.
+        upload_id: the server's name of the upload.
+        begun: seconds since the epoch by the server's clock, None where it does not say.
+    """
+
+    key: str
+    upload_id: str
+    begun: float | None
+
+
+async def list_objects(client: S3Client, request: Request, prefix: str) -> list[Entry]:
+    """The objects directly under ``prefix`` (a folder's, with its slash; empty for the bucket)."""
+    found: list[Entry] = []
+    place: dict[str, str] = {}
+    while True:
+        # botocore asks for the keys percent-encoded and decodes them, so that every character survives the XML.
+        page = await client.send("list_objects_v2", Bucket=request.bucket, Prefix=prefix, Delimiter="/", **place)
+        for item in page.get("Contents", ()):
+            key: str = item["Key"]
+            if not key.startswith(prefix):
+                raise request.error(f"the server listed {key!r}, which is not under {prefix!r}.")
+            name = key[len(prefix) :]
+            if name and "/" not in name:  # the key that ends with the slash is a console's marker of a folder
+                found.append(Entry(name, item["Size"], item["LastModified"].timestamp()))
+        if not page.get("IsTruncated"):
+            return found
+        following = {"ContinuationToken": str(page.get("NextContinuationToken") or "")}
+        _check_progress(request, place, following)
+        place = following
+
+
+async def list_uploads(client: S3Client, request: Request, prefix: str) -> list[OpenUpload]:
+    """The open uploads of keys that begin with ``prefix`` and have no slash after it, whoever began them."""
+    found: list[OpenUpload] = []
+    place: dict[str, str] = {}
+    while True:
+        page = await client.send("list_multipart_uploads", Bucket=request.bucket, Prefix=prefix, Delimiter="/", **place)
+        for item in page.get("Uploads", ()):
+            key: str = item["Key"]
+            if key.startswith(prefix) and "/" not in key[len(prefix) :]:
+                begun = item.get("Initiated")
+                found.append(OpenUpload(key, item["UploadId"], None if begun is None else begun.timestamp()))
+        if not page.get("IsTruncated"):
+            return found
+        following = {
+            "KeyMarker": str(page.get("NextKeyMarker") or ""),
+            "UploadIdMarker": str(page.get("NextUploadIdMarker") or ""),
+        }
+        _check_progress(request, place, following)
+        place = following
+
+
+def _check_progress(request: Request, place: dict[str, str], following: dict[str, str]) -> None:
+    if following == place or not any(following.values()):
+        raise request.error("the server says that the listing goes on, but not from where.")

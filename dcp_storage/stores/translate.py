@@ -1,0 +1,120 @@
+"""Foreign exceptions as :class:`~dcp_storage.errors.StoreError`: by class, errno and HTTP status, never by text."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import sys
+
+from dcp_storage.errors import ObjectExistsError, ObjectNotFoundError, StoreError
+
+__all__ = ["store_error"]
+
+_LOST_CONNECTION = frozenset(
+    {
+        errno.ECONNABORTED,
+        errno.ECONNREFUSED,
+        errno.ECONNRESET,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+        errno.ENETDOWN,
+        errno.ENETRESET,
+        errno.ENETUNREACH,
+        errno.EPIPE,
+        errno.ETIMEDOUT,
+    }
+)
+_TRANSIENT = _LOST_CONNECTION | {errno.EINTR, errno.EAGAIN, errno.ESTALE}
+# After these a write may have been applied all the same: the answer was lost, or the disk failed half-way.
+_MAYBE_APPLIED = _LOST_CONNECTION | {errno.EIO, errno.ESTALE}
+_TRANSIENT_STATUS = frozenset({408, 425, 429})
+# Errors of a broken connection in the two client libraries that do not derive them from Python's own.
+_CLIENT_ERRORS = (
+    ("aiohttp", "ClientConnectionError"),
+    ("aiohttp", "ClientPayloadError"),
+    ("requests.exceptions", "ConnectionError"),
+    ("requests.exceptions", "Timeout"),
+    ("requests.exceptions", "ChunkedEncodingError"),
+)
+
+
+def store_error(
+    error: Exception,
+    operation: str,
+    url: str,
+    name: str | None = None,
+    *,
+    writes: bool = False,
+    applied: bool = False,
+) -> StoreError:
+    """The error as one of ours; ``error`` itself if it is one.
+
+    Args:
+        error: what a system call or a filesystem raised.
+        operation: the method of Store that failed.
+        url: the folder.
+        name: the object, None where the folder is meant.
+        writes: whether the request changes something, so that a lost answer leaves its outcome open.
+        applied: whether the change is known to be visible already, only not known to be durable.
+    """
+    if isinstance(error, StoreError):
+        return error
+    number = _errno(error)
+    broken = isinstance(error, (TimeoutError, asyncio.TimeoutError, ConnectionError)) or _is_client_error(error)
+    status = _http_status(error)
+    busy = status is not None and (status >= 500 or status in _TRANSIENT_STATUS)
+    kind = StoreError
+    if number == errno.ENOENT:
+        kind = ObjectNotFoundError
+    elif number == errno.EEXIST:
+        kind = ObjectExistsError
+    about = url if name is None else f"{name!r} in {url}"
+    said = getattr(error, "strerror", None) or str(error) or (os.strerror(number) if number else "no more is known")
+    label = type(error).__name__ if number is None else errno.errorcode.get(number, number)
+    made = kind(
+        f"{operation} failed for {about}: {said} ({label}).",
+        operation=operation,
+        errno=number,
+        transient=broken or busy or number in _TRANSIENT,
+        ambiguous=applied or (writes and (broken or busy or number in _MAYBE_APPLIED)),
+        path=url,
+        key=name,
+        cause=error,
+    )
+    made.__cause__ = error
+    return made
+
+
+def _errno(error: Exception) -> int | None:
+    """The system's number: the error's own, or the one its class or its HTTP status stands for."""
+    number = getattr(error, "errno", None)
+    if isinstance(number, int):
+        return number
+    for kind, meaning in (
+        (FileNotFoundError, errno.ENOENT),
+        (FileExistsError, errno.EEXIST),
+        (IsADirectoryError, errno.EISDIR),
+        (NotADirectoryError, errno.ENOTDIR),
+        (PermissionError, errno.EACCES),
+        (NotImplementedError, errno.EOPNOTSUPP),
+    ):
+        if isinstance(error, kind):
+            return meaning
+    return {401: errno.EACCES, 403: errno.EACCES, 404: errno.ENOENT}.get(_http_status(error) or 0)
+
+
+def _http_status(error: Exception) -> int | None:
+    """The HTTP status that clients keep under different names; None where the error has none."""
+    response = getattr(error, "response", None)
+    for holder, field in ((error, "status"), (error, "status_code"), (error, "code"), (response, "status_code")):
+        status = getattr(holder, field, None)
+        if isinstance(status, int) and 400 <= status <= 599:
+            return status
+    return None
+
+
+def _is_client_error(error: Exception) -> bool:
+    # Such an error can only exist where its module was imported already, so nothing needs to be imported here.
+    classes = (getattr(sys.modules.get(module), name, None) for module, name in _CLIENT_ERRORS)
+    return any(isinstance(kind, type) and isinstance(error, kind) for kind in classes)

@@ -1,0 +1,359 @@
+"""The storage writer: torch's hooks, each a few lines on top of the commit protocol and the save pipeline."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import io
+import math
+import os
+import threading
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from fsspec.callbacks import Callback
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from dcp_storage import names, save
+from dcp_storage.budget import Budget
+from dcp_storage.codec import Encoded, encode, encode_object
+from dcp_storage.commit import Attempt, Steps, begin, publish
+from dcp_storage.errors import CheckpointError, CommitUnknownError, StoreError, portable
+from dcp_storage.options import MIB, SaveOptions, SaveReport
+from dcp_storage.plan import pack
+from dcp_storage.records import WrittenItem
+from dcp_storage.session import Opened, OpenStore, Pointer, guard, open_folder, phase
+from dcp_storage.stores.location import Location, is_supported
+from dcp_storage.torchview import manifest_of, stock_storage_data
+
+__all__ = ["FsspecStorageWriter"]
+
+_STOCK_VERSION = "1.0.0"  # torch's CURRENT_DCP_VERSION at the time of format 1
+_OVERHEAD = 2048  # bytes that torch.save puts around a tensor, about; only for cutting files
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a rank puts into its plan: a number used once, so that an old grant in a cached plan is seen to be old."""
+
+    nonce: str
+
+
+@dataclass(frozen=True)
+class Grant:
+    """The coordinator's answer: whether the rank may use the plain names."""
+
+    nonce: str
+    plain: bool
+
+
+@dataclass
+class _Save:
+    """One save in one thread."""
+
+    location: Location
+    opened: Opened
+    rank: int
+    is_coordinator: bool
+    token: str
+    nonce: str
+    report: SaveReport
+    attempt: Attempt | None = None
+    written: list[str] = field(default_factory=list)
+
+
+class FsspecStorageWriter(StorageWriter):
+    """Saves sharded checkpoints to a folder on local disk, S3 or any fsspec filesystem, with an atomic commit.
+
+    Hand it to :func:`torch.distributed.checkpoint.save` or ``async_save``. When ``save`` returns, every byte is
+    durable and one commit object says so; whatever happens before that leaves the folder as it was, or plainly
+    uncommitted. One writer serves any number of saves, also several at once in different threads, each on its own
+    process group or with ``no_dist=True``.
+
+    Args:
+        path: a local folder, a ``PathLike`` of one, or a URL (``s3://bucket/run/step-1``, ``file://…``,
+            ``memory://…``, any fsspec scheme). None: every save names its own by ``checkpoint_id``.
+        storage_options: handed to fsspec untouched (credentials, ``endpoint_url``, …). Retries and time-outs that
+            are not set here are set so that only this package retries.
+        overwrite: replace a checkpoint that is there; the old one stays loadable until the new one commits.
+            Default: refuse, on all ranks, before any byte is written.
+        options: see :class:`SaveOptions`.
+        callback: an fsspec Callback that is told of bytes written by this rank; it does not travel when the writer
+            is pickled.
+
+    Raises:
+        InvalidLocationError: ``path`` cannot name a folder, its scheme is unknown, or a package for it is missing.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+        options: SaveOptions = SaveOptions(),  # noqa: B008 - frozen
+        callback: Callback | None = None,
+    ) -> None:
+        super().__init__()
+        self.storage_options: dict[str, Any] = dict(storage_options or {})
+        self.overwrite = overwrite
+        self.options = options
+        self.callback = callback
+        self._pointer = Pointer()
+        if path is not None:
+            self._pointer.set(path)
+        self._report: SaveReport | None = None
+        self._steps = Steps()
+        self._opener: OpenStore | None = None
+        self._warned = False
+        self._build()
+
+    def _build(self) -> None:
+        self._own = threading.local()
+        self._budget = Budget(self.options.memory_budget)
+        self._progress = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        left_here = {"_own", "_budget", "_progress", "callback", "_report"}
+        return {name: value for name, value in self.__dict__.items() if name not in left_here}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.callback = None
+        self._report = None
+        self._build()
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """The folder that this thread's next save goes to; None where none was given."""
+        location = self._pointer.peek()
+        return location.url if location else None
+
+    @property
+    def report(self) -> SaveReport | None:
+        """The report of the save that finished last in this process."""
+        return self._report
+
+    # -- torch's hooks, in the order in which they are called --
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Points this thread to another folder; every option stays."""
+        if checkpoint_id is not None:
+            self._pointer.set(checkpoint_id)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this is a path or URL that can be saved to."""
+        return is_supported(checkpoint_id)
+
+    def storage_meta(self) -> StorageMeta:
+        """What torch puts into the metadata: the folder and this save's token."""
+        self._own.token = names.new_token()
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._own.token)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Begins a save in this thread."""
+        with guard("set_up_storage_writer", self._pointer.peek()):
+            location = self._pointer.get("writer")
+            if not kwargs.get("use_collectives", True):
+                raise CheckpointError(
+                    f"{location.url}: saving with use_collectives=False is not supported.",
+                    path=location.url,
+                    kind="unsupported",
+                )
+            opened = open_folder(
+                location, self.storage_options, self.options, **({"opener": self._opener} if self._opener else {})
+            )
+            token = getattr(self._own, "token", None) or names.new_token()
+            self._own.token = None
+            self._own.save = _Save(
+                location=location,
+                opened=opened,
+                rank=int(kwargs.get("rank") or 0),
+                is_coordinator=is_coordinator,
+                token=token,
+                nonce=names.new_token(),
+                report=SaveReport(location.url),
+            )
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Asks, by way of the plan, for the plain names."""
+        current = self._current()
+        return dataclasses.replace(plan, storage_data=Ask(current.nonce))
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the coordinator: looks at the folder, refuses or claims, and answers the ranks."""
+        current = self._current()
+        with guard("prepare_global_plan", current.location), phase(current.report, "begin"):
+            attempt = Attempt(
+                store=current.opened.store,
+                token=current.token,
+                overwrite=self.overwrite,
+                assume_single_writer=self.options.assume_single_writer,
+                asked=any(isinstance(plan.storage_data, Ask) for plan in plans),
+            )
+            current.attempt = attempt
+            begin(attempt, self._steps)
+            if attempt.single_writer and not self._warned:
+                self._warned = True
+                warnings.warn(attempt.warnings[0], stacklevel=2)
+            return [
+                dataclasses.replace(plan, storage_data=Grant(plan.storage_data.nonce, attempt.plain))
+                if isinstance(plan.storage_data, Ask)
+                else plan
+                for plan in plans
+            ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes this rank's files; nothing of them is left if anything fails."""
+        current = self._current()
+        report = current.report
+        left_behind: list[str] = []
+        try:
+            with guard("write_data", current.location), phase(report, "write"):
+                written = self._write(current, plan, planner, left_behind)
+        except CheckpointError as error:
+            error.message = " ".join([error.message, *left_behind])
+            raise
+        report.files = len({w.name for w in written})
+        report.bytes_written = sum(w.shard.size for w in written if w.shard is not None)
+        current.written = sorted({w.name for w in written})
+        current.opened.count_into(report)
+        if not current.is_coordinator:
+            self._report = report
+            current.opened.store.close()
+        results = [
+            WriteResult(index=item.index, size_in_bytes=w.item.length, storage_data=w)
+            for item, w in zip(plan.items, written, strict=True)
+        ]
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the coordinator: commits. When it returns, the checkpoint is there."""
+        current = self._current()
+        attempt, report = current.attempt, current.report
+        with guard("finish", current.location), phase(report, "commit"):
+            if attempt is None:
+                raise CheckpointError("finish was called before prepare_global_plan.", kind="protocol")
+            metadata.version = _STOCK_VERSION
+            metadata.storage_meta = StorageMeta(checkpoint_id=current.location.url, save_id=current.token)
+            manifest = manifest_of(metadata, [[(r.index, _told(r)) for r in rank] for rank in results])
+            metadata.storage_data = stock_storage_data(manifest)
+            attempt.world_size = len(results)
+            try:
+                publish(attempt, manifest, self._steps)
+            except CommitUnknownError:
+                raise  # the commit may be there: nothing may be deleted
+            except CheckpointError as error:
+                if not attempt.committed:
+                    self._withdraw(current, attempt, error)
+                raise
+        report.warnings = attempt.warnings
+        report.single_writer = attempt.single_writer
+        report.commit = attempt.number + 1
+        current.opened.count_into(report)
+        self._report = report
+        current.opened.store.close()
+
+    # -- what the hooks are made of --
+
+    def _current(self) -> _Save:
+        current = getattr(self._own, "save", None)
+        if current is None:
+            raise CheckpointError(
+                "No save is under way in this thread: set_up_storage_writer comes first.", kind="protocol"
+            )
+        return current  # type: ignore[no-any-return]
+
+    def _write(self, current: _Save, plan: SavePlan, planner: SavePlanner, left_behind: list[str]) -> list[WrittenItem]:
+        store = current.opened.store
+        grant = plan.storage_data
+        plain = isinstance(grant, Grant) and grant.nonce == current.nonce and grant.plain
+        token = None if plain else names.new_token()
+        sources = [
+            save.Source(
+                key=item.index.fqn,
+                offsets=None if item.index.offset is None else tuple(item.index.offset),
+                index=item.index.index,
+                encode=functools.partial(_encode, item, planner, current.location.url),
+            )
+            for item in plan.items
+        ]
+        files = [
+            (names.shard_name(current.rank, number, token), [sources[k] for k in members])
+            for number, members in enumerate(pack([_about(item) for item in plan.items], self.options.shard_size))
+        ]
+        if files:
+            store.make_folder()
+        if self.callback is not None:
+            self.callback.set_size(sum(_about(item) for item in plan.items))
+        return save.run(
+            store,
+            files,
+            rank=current.rank,
+            budget=self._budget,
+            part_size=min(self.options.part_size, max(self.options.memory_budget, MIB)),
+            max_concurrency=self.options.max_concurrency,
+            left_behind=left_behind,
+            sent=self._tell,
+        )
+
+    def _tell(self, count: int) -> None:
+        if self.callback is not None:
+            with self._progress:
+                self.callback.relative_update(count)
+
+    def _withdraw(self, current: _Save, attempt: Attempt, error: CheckpointError) -> None:
+        """Removes what this rank wrote of a save that did not commit. The claim stays for prune: it keeps others from
+        the plain names, under which a late request of ours could still arrive.
+        """
+        mine = [*current.written, names.manifest_name(None if attempt.plain else attempt.token)]
+        try:
+            current.opened.store.delete(mine)
+        except StoreError as left:
+            error.message = f"{error.message} Not all that was written could be removed: {left}"
+
+
+def _about(item: WriteItem) -> int:
+    """Bytes of an item, about."""
+    if item.tensor_data is None or item.tensor_data.chunk is None:
+        return _OVERHEAD
+    elements = math.prod(item.tensor_data.chunk.sizes)
+    return elements * item.tensor_data.properties.dtype.itemsize + _OVERHEAD
+
+
+def _told(result: WriteResult) -> WrittenItem:
+    told = result.storage_data
+    if not isinstance(told, WrittenItem):
+        raise CheckpointError(
+            f"The result for {result.index.fqn!r} carries a {type(told).__name__} instead of what write_data said.",
+            key=result.index.fqn,
+            kind="results",
+        )
+    return told
+
+
+def _encode(item: WriteItem, planner: SavePlanner, path: str) -> Encoded:
+    key = item.index.fqn
+    try:
+        data = planner.resolve_data(item)
+        if item.type == WriteItemType.BYTE_IO and isinstance(data, io.BytesIO):
+            return encode_object([data.getbuffer()])
+        if item.type != WriteItemType.BYTE_IO and isinstance(data, torch.Tensor):
+            return encode(data)
+    except Exception as error:
+        raise portable(error, "Serialising the value", path=path, key=key) from error
+    raise CheckpointError(
+        f"The planner resolved {key!r}, an item of type {item.type.name}, to a {type(data).__name__}.",
+        path=path,
+        key=key,
+        kind="planner",
+    )
