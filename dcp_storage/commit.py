@@ -105,7 +105,7 @@ def refuse(attempt: Attempt) -> None:
             path=attempt.path,
         )
     live = attempt.current is not None and attempt.current.commit.state == "committed"
-    stock = attempt.number == 0 and any(_is_stock_view(e.name) for e in entries)
+    stock = attempt.number == 0 and any(names.is_stock_view(e.name) for e in entries)
     if not (live or stock):
         return
     what = "a committed checkpoint" if live else "a checkpoint that stock torch wrote"
@@ -279,10 +279,6 @@ def _manifest(attempt: Attempt) -> Manifest:
 
 def _blockers(entries: Iterable[Entry]) -> set[str]:
     return {e.name for e in entries if names.blocks_claim(e.name)}
-
-
-def _is_stock_view(name: str) -> bool:
-    return name == names.STOCK_VIEW or (name.startswith("__") and name.endswith(names.STOCK_VIEW))
 
 
 def _tidy(attempt: Attempt, old: list[str]) -> None:

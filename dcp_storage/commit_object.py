@@ -21,7 +21,7 @@ from dcp_storage.records import FORMAT, MAX_COMMIT, Commit, ManifestRef, decode_
 from dcp_storage.store import Store
 from dcp_storage.version import VERSION
 
-__all__ = ["create_commit", "new_commit", "read_back", "utc_now"]
+__all__ = ["create_commit", "name_of", "new_commit", "read_back", "utc_now"]
 
 _TRIES = 4  # creates of one commit number whose fate is not known, each read back, before giving up
 
@@ -39,6 +39,8 @@ def new_commit(
     world_size: int = 0,
     single_writer: bool = False,
     restates: int | None = None,
+    rank: int | None = None,
+    label: str | None = None,
 ) -> Commit:
     """A commit (with a manifest) or a void (without), made now by this version."""
     return Commit(
@@ -53,12 +55,19 @@ def new_commit(
         single_writer=single_writer,
         manifest=manifest,
         restates=restates,
+        rank=rank,
+        label=label,
     )
+
+
+def name_of(commit: Commit) -> str:
+    """The name of the object that a commit is written to."""
+    return names.commit_name(commit.number) if commit.rank is None else names.rank_commit_name(commit.rank)
 
 
 def read_back(store: Store, commit: Commit) -> str:
     """Whose the commit object of this number is: ``"ours"``, ``"another's"`` or ``"nobody's"`` (invariant I6)."""
-    name = names.commit_name(commit.number)
+    name = name_of(commit)
     try:
         found = decode_commit(store.read(name, limit=MAX_COMMIT), path=store.url, file=name)
     except ObjectNotFoundError:
@@ -78,7 +87,7 @@ def create_commit(store: Store, commit: Commit, look: Callable[[Store, Commit], 
         CommitUnknownError: no reply, and looking did not tell either; or the object is not there but may still come.
         StoreError: the store refused in a way that leaves no doubt (no right, no space).
     """
-    name = names.commit_name(commit.number)
+    name = name_of(commit)
     body = encode_commit(commit)
     doubt: StoreError | None = None
     for attempt in range(_TRIES):

@@ -21,9 +21,13 @@ __all__ = [
     "commit_name",
     "commit_number",
     "is_ours",
+    "is_stock_view",
     "manifest_name",
     "new_token",
     "rank_commit",
+    "rank_commit_name",
+    "rank_manifest_name",
+    "rank_view_name",
     "shard_name",
 ]
 
@@ -39,6 +43,7 @@ _OURS = re.compile(
 )
 _COMMIT = re.compile(r"\.commit(?:\.([1-9]\d{0,17}))?")
 _RANK_COMMIT = re.compile(r"__(\d+)\.commit")
+_STOCK_VIEW = re.compile(r"(?:__\d+)?\.metadata")
 # What stock torch leaves besides, killed between writing and renaming its metadata.
 _STOCK_LEFTOVER = re.compile(r"(?:__\d+)?\.metadata\.tmp")
 
@@ -92,10 +97,30 @@ def shard_name(rank: int, number: int, token: str | None) -> str:
     return f"__{rank}_{number}.distcp" if token is None else f"__{rank}_{number}.{token}.distcp"
 
 
+def rank_commit_name(rank: int) -> str:
+    """The name of a rank's own commit object in a save without collectives."""
+    return f"__{rank}.commit"
+
+
+def rank_view_name(rank: int) -> str:
+    """The name under which stock torch looks for a rank's own metadata."""
+    return f"__{rank}{STOCK_VIEW}"
+
+
+def rank_manifest_name(rank: int, token: str) -> str:
+    """The name of a rank's own manifest in a save without collectives."""
+    return f"__{rank}{MANIFEST}.{token}"
+
+
 def rank_commit(name: str) -> int | None:
     """The rank of a per-rank commit object (``__<rank>.commit``), None for any other name."""
     found = _RANK_COMMIT.fullmatch(name)
     return int(found[1]) if found else None
+
+
+def is_stock_view(name: str) -> bool:
+    """Whether this is a metadata file as stock torch writes it, for all ranks or for one."""
+    return _STOCK_VIEW.fullmatch(name) is not None
 
 
 def is_ours(name: str) -> bool:

@@ -62,6 +62,8 @@ class SaveOptions(_Common):
             Default 4 GiB.
         assume_single_writer: allow overwrite on a store that cannot refuse a second create, on your word that no
             other job writes to the folder. Default False.
+        label: only with ``use_collectives=False``: what all ranks of one save agree on and no other save has, e.g.
+            the step and the job's id. Default: agreed through the default process group's key-value store.
 
     Raises:
         ValueError: a value is out of its range.
@@ -69,6 +71,7 @@ class SaveOptions(_Common):
 
     shard_size: int = 4096 * MIB
     assume_single_writer: bool = False
+    label: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import pickle
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -22,6 +23,16 @@ from dcp_storage.errors import CheckpointError, UntrustedDataError
 from dcp_storage.pickles_stack import LONGEST_NAME, VALUE_OPS, Stack
 
 __all__ = ["Machine", "NotAllowedError", "Rule", "refused_global"]
+
+
+_TUPLE: Final = 16
+_PER_ITEM: Final[dict[type, int]] = {
+    str: 4,
+    bytes: 4,
+    bytearray: 4,
+    tuple: _TUPLE,
+    **dict.fromkeys((list, dict, set, frozenset, deque, OrderedDict, defaultdict, Counter), 130),
+}  # bytes that a copy takes per item
 
 
 class NotAllowedError(ValueError):
@@ -107,11 +118,11 @@ class Machine(Stack):
             raise self._corrupt(f"{type(error).__name__}: {error}"[:300], error) from error
 
     def _run(self) -> Any:
-        data, ops = self._data, _OPS
+        data, end, ops = self._data, len(self._data), _OPS
         if data[:1] != pickle.PROTO:
             raise self._corrupt("it does not begin like a pickle of protocol 2 or later")
         while True:
-            if self._at >= len(data):
+            if self._at >= end:
                 raise self._corrupt("it ends before its end mark")
             code = data[self._at]
             self._at += 1
@@ -121,14 +132,14 @@ class Machine(Stack):
             if operation is None:
                 raise self._corrupt(f"opcode 0x{code:02x} is none that a checkpoint holds")
             operation(self)
-            self._check_room()
-        if self._at != len(data) or self._marks or len(self._stack) != 1:
+            if self._room < 0:
+                raise self._out_of_room()
+        if self._at != end or self._marks or len(self._stack) != 1:
             raise self._corrupt("it has something left over at its end mark")
         return self._stack.pop()
 
-    def _check_room(self) -> None:
-        if self._room < 0:
-            raise self._too_much(f"its objects take more than {self._limit} bytes of memory")
+    def _out_of_room(self) -> UntrustedDataError:
+        return self._too_much(f"its objects take more than {self._limit} bytes of memory")
 
     def _refused(self, name: str, why: str) -> UntrustedDataError:
         return refused_global(name, why, path=self._path, key=self._about)
@@ -206,16 +217,18 @@ class Machine(Stack):
 
     def _weigh(self, args: tuple[Any, ...], cost: int) -> None:
         """Takes what a call may need, before it: its result may hold a copy of each argument, again on every call."""
-        parts = [*args, *(inner for outer in args if isinstance(outer, tuple) for inner in outer)]
-        for part in parts:
-            if isinstance(part, (str, bytes, bytearray)):
-                cost += 4 * len(part)
-            elif isinstance(part, tuple):
-                cost += 16 * len(part)
-            elif isinstance(part, (list, dict, set, frozenset)):
-                cost += 130 * len(part)
+        for part in args:
+            unit = _PER_ITEM.get(type(part))
+            if unit is not None:
+                cost += unit * len(part)
+                if unit == _TUPLE:
+                    for inner in part:
+                        unit = _PER_ITEM.get(type(inner))
+                        if unit is not None:
+                            cost += unit * len(inner)
         self._room -= cost
-        self._check_room()
+        if self._room < 0:
+            raise self._out_of_room()
 
     def _persistent_id(self) -> None:
         if self._persistent is None:

@@ -16,7 +16,7 @@ import sys
 import uuid
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
@@ -163,45 +163,36 @@ def _path(kind: type[pathlib.PurePath], *parts: Any) -> pathlib.PurePath:
     return kind(*parts)
 
 
-def _build_attributes(target: Any, state: Any) -> None:
-    """Sets plain attributes, none of which hides anything of the class."""
-    _set_attributes(target, state, frozenset())
-
-
-def _set_attributes(target: Any, state: Any, known: frozenset[str]) -> None:
+def _build_attributes(known: frozenset[str], target: Any, state: Any) -> None:
+    """Sets plain attributes, none of which hides anything of the class but the ``known`` fields."""
     if type(state) is not dict:
         raise NotAllowedError("the state is not a dict")
     for name in state:
         # Pickling, copying and hashing look methods up on the instance first: data must not put itself in between.
-        if type(name) is not str or name.startswith("__") or (name not in known and hasattr(type(target), name)):
+        if name not in known and (type(name) is not str or name.startswith("__") or hasattr(type(target), name)):
             raise NotAllowedError(f"an attribute {name!r}")
     target.__dict__.update({sys.intern(name): value for name, value in state.items()})
 
 
-def _build_record(target: Any, state: Any) -> None:
-    """Sets the fields of a dataclass of DCP; one that an older torch did not know gets its default."""
-    described = fields(target)
-    _set_attributes(target, state, frozenset(field.name for field in described))
-    for field in described:
-        if field.name not in state and field.default_factory is not MISSING:
-            target.__dict__[field.name] = field.default_factory()
-
-
-def _build_index(target: Any, state: Any) -> None:
-    _build_record(target, state)
+def _build_index(known: frozenset[str], target: Any, state: Any) -> None:
+    _build_attributes(known, target, state)
+    # It is hashed next, so what it consists of is looked at now.
     _only(str, target.fqn)
     _only((torch.Size, type(None)), target.offset)
     _only((int, type(None)), target.index)
 
 
-def _build_properties(target: Any, state: Any) -> None:
+def _build_storage_meta(known: frozenset[str], target: Any, state: Any) -> None:
+    _build_attributes(known, target, state)
+    target.__dict__.setdefault("modules", [])  # an older torch has no such field
+
+
+def _build_properties(memory_formats: type, target: Any, state: Any) -> None:
     if type(state) is not tuple or len(state) != 5:
         raise NotAllowedError("not the state of TensorProperties")
-    dtype, layout, requires_grad, memory_format, pinned = state
-    _only(torch.dtype, dtype)
-    _only(torch.layout, layout)
-    _only(bool, requires_grad, pinned)
-    _only(_stock(_METADATA, "_MEM_FORMAT_ENCODING"), memory_format)
+    kinds = (torch.dtype, torch.layout, bool, memory_formats, bool)
+    if tuple(map(type, state)) != kinds:
+        raise NotAllowedError("not the state of TensorProperties")
     target.__setstate__(state)
 
 
@@ -213,9 +204,17 @@ def _blank(kind: Any) -> Any:
     return kind.__new__(kind)
 
 
-def _record(module: str, name: str, build: Callable[[Any, Any], None] = _build_record) -> Rule:
+def _record(module: str, name: str, build: Callable[[frozenset[str], Any, Any], None] = _build_attributes) -> Rule:
     kind = _stock(module, name)
-    return Rule(kind, partial(_blank, kind), build=build)
+    known = frozenset(field.name for field in fields(kind))
+    return Rule(kind, partial(_blank, kind), build=partial(build, known), cost=200)
+
+
+def _properties() -> Rule:
+    kind = _stock(_METADATA, "TensorProperties")
+    return Rule(
+        kind, partial(_blank, kind), build=partial(_build_properties, _stock(_METADATA, "_MEM_FORMAT_ENCODING"))
+    )
 
 
 def _memory_format() -> Rule:
@@ -254,7 +253,7 @@ def _rules() -> dict[str, Callable[[], Rule]]:
         "builtins.set": partial(Rule, set, partial(_filled, set), hashes=True),
         "builtins.slice": partial(Rule, slice, _slice),
         "collections.Counter": partial(Rule, Counter, _counter),
-        "collections.OrderedDict": partial(Rule, OrderedDict, _ordered, build=_build_attributes),
+        "collections.OrderedDict": partial(Rule, OrderedDict, _ordered, build=partial(_build_attributes, frozenset())),
         "collections.defaultdict": partial(Rule, defaultdict, _defaultdict),
         "collections.deque": partial(Rule, deque, _deque, cost=1024),
         "datetime.date": partial(Rule, datetime.date, partial(_moment, datetime.date)),
@@ -267,12 +266,13 @@ def _rules() -> dict[str, Callable[[], Rule]]:
         "uuid.UUID": partial(Rule, uuid.UUID, _uuid, build=_build_uuid),
         f"{_METADATA}._MEM_FORMAT_ENCODING": _memory_format,
         f"{_METADATA}.MetadataIndex": partial(_record, _METADATA, "MetadataIndex", _build_index),
-        f"{_METADATA}.TensorProperties": partial(_record, _METADATA, "TensorProperties", _build_properties),
+        f"{_METADATA}.TensorProperties": _properties,
+        f"{_METADATA}.StorageMeta": partial(_record, _METADATA, "StorageMeta", _build_storage_meta),
         f"{_FILESYSTEM}._StorageInfo": partial(_record, _FILESYSTEM, "_StorageInfo"),
     }
     for kind in (bool, dict, float, int, list, str, tuple):  # as values only: what a defaultdict fills in
         rules[f"builtins.{kind.__name__}"] = partial(Rule, kind)
-    for name in ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "StorageMeta", "TensorStorageMetadata"):
+    for name in ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "TensorStorageMetadata"):
         rules[f"{_METADATA}.{name}"] = partial(_record, _METADATA, name)
     for name in ("Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath"):
         foreign = name == ("PosixPath" if sys.platform == "win32" else "WindowsPath")

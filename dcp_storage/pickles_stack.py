@@ -150,6 +150,26 @@ class Stack:
         self._memo[index] = self._stack[-1]
         self._room -= 100
 
+    def _small_number(self) -> None:
+        self._stack.append(self._data[self._at])
+        self._at += 1
+        self._room -= 8
+
+    def _memoize(self) -> None:
+        memo = self._memo
+        memo[len(memo)] = self._stack[-1]
+        self._room -= 100
+
+    def _small_get(self) -> None:
+        self._stack.append(self._memo[self._data[self._at]])
+        self._at += 1
+        self._room -= 8
+
+    def _large_get(self) -> None:
+        at = self._at
+        self._get(int.from_bytes(self._data[at : at + 4], "little"))
+        self._at = at + 4
+
     def _get(self, index: int) -> None:
         self._stack.append(self._memo[index])
         self._room -= 8
@@ -160,8 +180,11 @@ class Stack:
         self._value(tuple(items), 64 + 8 * len(items))
 
     def _small_tuple(self, size: int) -> None:
-        items = [self._stack.pop() for _ in range(size)]
-        self._tuple(items[::-1])
+        stack = self._stack
+        if len(stack) < size:
+            raise self._corrupt("a tuple lacks items")
+        stack[-size:] = [tuple(stack[-size:])]
+        self._room -= 64 + 8 * size
 
     def _frozenset(self) -> None:
         items = self._since_mark()
@@ -190,7 +213,7 @@ class Stack:
         target = self._stack[-1]
         if len(items) % 2:
             raise self._corrupt("a key has no value")
-        self._room -= 184 + 60 * len(items)
+        self._room -= 120 + 48 * len(items)
         if type(target) is defaultdict:
             self._nest(target, items)
         elif type(target) not in _MAPPINGS and id(target) not in self._trusted:
@@ -239,7 +262,7 @@ VALUE_OPS: Final[dict[int, Callable[[Any], None]]] = {
         (pickle.NEWTRUE, lambda m: m._constant(True)),
         (pickle.NEWFALSE, lambda m: m._constant(False)),
         (pickle.BININT, Stack._signed),
-        (pickle.BININT1, lambda m: m._value(m._number(1), 8)),
+        (pickle.BININT1, Stack._small_number),
         (pickle.BININT2, lambda m: m._value(m._number(2), 40)),
         (pickle.LONG1, lambda m: m._long(1)),
         (pickle.LONG4, lambda m: m._long(4)),
@@ -254,14 +277,14 @@ VALUE_OPS: Final[dict[int, Callable[[Any], None]]] = {
         (pickle.MARK, Stack._mark),
         (pickle.POP, Stack._pop),
         (pickle.POP_MARK, Stack._pop_mark),
-        (pickle.MEMOIZE, lambda m: m._put(len(m._memo))),
+        (pickle.MEMOIZE, Stack._memoize),
         (pickle.BINPUT, lambda m: m._put(m._number(1))),
         (pickle.LONG_BINPUT, lambda m: m._put(m._number(4))),
-        (pickle.BINGET, lambda m: m._get(m._number(1))),
-        (pickle.LONG_BINGET, lambda m: m._get(m._number(4))),
+        (pickle.BINGET, Stack._small_get),
+        (pickle.LONG_BINGET, Stack._large_get),
         (pickle.EMPTY_TUPLE, lambda m: m._constant(())),
         (pickle.EMPTY_LIST, lambda m: m._value([], 72)),
-        (pickle.EMPTY_DICT, lambda m: m._value({}, 80)),
+        (pickle.EMPTY_DICT, lambda m: m._value({}, 72)),
         (pickle.EMPTY_SET, lambda m: m._value(set(), 232)),
         (pickle.TUPLE, lambda m: m._tuple(m._since_mark())),
         (pickle.TUPLE1, lambda m: m._small_tuple(1)),

@@ -22,7 +22,7 @@ from dcp_storage.current import blame
 from dcp_storage.errors import CheckpointError, CheckpointReplacedError, CorruptCheckpointError
 from dcp_storage.filling import Finish, resolve
 from dcp_storage.options import LoadOptions, LoadReport
-from dcp_storage.reading import Checkpoint, LoadSteps, read_checkpoint
+from dcp_storage.reading import RANK_BY_RANK, Checkpoint, LoadSteps, read_checkpoint, read_rank_checkpoint
 from dcp_storage.records import ItemRecord
 from dcp_storage.session import Opened, OpenStore, Pointer, guard, open_folder, phase
 from dcp_storage.stores.location import Location, is_supported
@@ -161,8 +161,9 @@ class FsspecStorageReader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Begins a load in this thread: the highest commit, its manifest, checked.
 
-        Never raises what concerns the checkpoint: it returns a Metadata whose every field raises it, and
-        :meth:`set_up_storage_reader` raises it typed on all ranks.
+        Does not raise what concerns the checkpoint: it returns a Metadata whose every field raises it, and
+        :meth:`set_up_storage_reader` raises it typed on all ranks. Only where the ranks saved without collectives it
+        raises, and torch calls it again with the rank.
         """
         location = self._pointer.get("reader")
         current = _Load(location, LoadReport(location.url))
@@ -172,11 +173,14 @@ class FsspecStorageReader(StorageReader):
                 current.opened = open_folder(
                     location, self.storage_options, self.options, **({"opener": self._opener} if self._opener else {})
                 )
-                checkpoint = read_checkpoint(
-                    current.opened.store,
-                    require_commit=self.require_commit,
-                    trusted_globals=self.options.trusted_globals,
-                )
+                how: dict[str, Any] = {
+                    "require_commit": self.require_commit,
+                    "trusted_globals": self.options.trusted_globals,
+                }
+                if kwargs.get("rank") is None:
+                    checkpoint = read_checkpoint(current.opened.store, **how)
+                else:
+                    checkpoint = read_rank_checkpoint(current.opened.store, int(kwargs["rank"]), **how)
                 current.checkpoint = checkpoint
                 current.report.commit = checkpoint.number
                 current.counters.bytes_read += checkpoint.bytes_read
@@ -187,6 +191,8 @@ class FsspecStorageReader(StorageReader):
                     metadata.storage_meta = StorageMeta()
                 return metadata
         except CheckpointError as error:
+            if error.kind == RANK_BY_RANK and "rank" not in kwargs:
+                raise  # so that torch calls again, with the rank
             current.error = error
             return _Unreadable(error)
 
@@ -202,6 +208,9 @@ class FsspecStorageReader(StorageReader):
         with guard("prepare_local_plan", current.location):
             checkpoint = _known(current)
             files = {checkpoint.file_of(_record(checkpoint, item)) for item in plan.items}
+            if checkpoint.of_rank:  # the coordinator's manifest does not know this rank's files
+                self._steps.check_sizes(_opened(current).store, checkpoint, files)
+                files = set()
             seen = Seen(checkpoint.number, checkpoint.identity, tuple(sorted(files)))
             return dataclasses.replace(plan, storage_data=seen)
 

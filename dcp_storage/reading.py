@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,14 +13,18 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_storage import names
 from dcp_storage.current import blame, check_sizes, list_commits, nothing_committed, read_current, read_manifest
-from dcp_storage.errors import CorruptCheckpointError, ObjectNotFoundError
+from dcp_storage.errors import CorruptCheckpointError, NotCommittedError, ObjectNotFoundError
+from dcp_storage.lone import holds_lone_ranks, read_rank
 from dcp_storage.pickles import load_metadata, load_object
 from dcp_storage.placing import Check, check_blocks
 from dcp_storage.records import ItemRecord, Manifest
 from dcp_storage.store import Store
 from dcp_storage.torchview import manifest_from_stock
 
-__all__ = ["Checkpoint", "LoadSteps", "read_checkpoint", "sizes_of_files"]
+__all__ = ["RANK_BY_RANK", "Checkpoint", "LoadSteps", "read_checkpoint", "read_rank_checkpoint", "sizes_of_files"]
+
+RANK_BY_RANK = "rank-by-rank"
+"""The kind of the error that says that every rank has to read its own metadata."""
 
 
 @dataclass
@@ -27,7 +33,8 @@ class Checkpoint:
 
     Attributes:
         number: its commit's number; None for one that stock torch wrote.
-        identity: CRC-32 of its manifest (0 without one).
+        identity: CRC-32 of its manifest (0 without one); of the label where every rank has a manifest of its own.
+        of_rank: whether it is the part of one rank, saved without collectives.
         manifest: all that it is.
         bytes_read: bytes that were read to know this.
         items: index → item.
@@ -37,6 +44,7 @@ class Checkpoint:
     identity: int
     manifest: Manifest
     bytes_read: int
+    of_rank: bool = False
     items: Mapping[MetadataIndex, ItemRecord] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -55,7 +63,8 @@ def read_checkpoint(store: Store, *, require_commit: bool, trusted_globals: Sequ
 
     Raises:
         CheckpointNotFoundError: the folder holds no checkpoint.
-        NotCommittedError: it holds files, but no commit that stands; says what there is and what to do.
+        NotCommittedError: it holds files, but no commit that stands; says what there is and what to do. Of kind
+            :data:`RANK_BY_RANK` where every rank committed for itself.
         CheckpointReplacedError: the checkpoint was replaced between two of the reads. Load again.
         CorruptCheckpointError: the manifest is gone or not what was committed.
         IncompatibleCheckpointError: it is of a later format.
@@ -75,17 +84,40 @@ def read_checkpoint(store: Store, *, require_commit: bool, trusted_globals: Sequ
             raise found from error
         ref = current.commit.manifest
         return Checkpoint(current.number, ref.crc32, manifest, ref.size)
-    if current is None and not require_commit:
-        return _read_stock(store, trusted_globals)
-    raise nothing_committed(store, current)
+    if current is not None:
+        raise nothing_committed(store, current)
+    entries = store.entries()
+    listed = {e.name for e in entries}
+    stock_rank = not require_commit and names.STOCK_VIEW not in listed and any(map(names.is_stock_view, listed))
+    if holds_lone_ranks(entries) or stock_rank:
+        raise NotCommittedError(
+            f"{store.url}: saved without collectives, rank by rank; there is no commit of the whole.",
+            path=store.url,
+            kind=RANK_BY_RANK,
+        )
+    if require_commit:
+        raise nothing_committed(store, None)
+    return _read_stock(store, names.STOCK_VIEW, trusted_globals)
 
 
-def _read_stock(store: Store, trusted_globals: Sequence[Any]) -> Checkpoint:
+def read_rank_checkpoint(
+    store: Store, rank: int, *, require_commit: bool, trusted_globals: Sequence[Any] = ()
+) -> Checkpoint:
+    """The part of one rank in a checkpoint that was saved without collectives; raises as :func:`read_checkpoint`."""
+    if require_commit or holds_lone_ranks(store.entries()):
+        commit, manifest = read_rank(store, rank)
+        ref = commit.manifest
+        label = zlib.crc32((commit.label or "").encode())
+        return Checkpoint(None, label, manifest, ref.size if ref else 0, of_rank=True)
+    return dataclasses.replace(_read_stock(store, names.rank_view_name(rank), trusted_globals), of_rank=True)
+
+
+def _read_stock(store: Store, view: str, trusted_globals: Sequence[Any]) -> Checkpoint:
     entries = store.entries()
     sizes = {e.name: e.size for e in entries}
-    if names.STOCK_VIEW not in sizes or list_commits(entries):
+    if view not in sizes or list_commits(entries):
         raise nothing_committed(store, None)
-    data = store.read(names.STOCK_VIEW, limit=sizes[names.STOCK_VIEW])
+    data = store.read(view, limit=sizes[view])
     metadata = load_metadata(data, trusted_globals=trusted_globals, path=store.url)
     try:
         manifest = manifest_from_stock(metadata, sizes)

@@ -75,6 +75,8 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
         single_writer: whether the store could not promise create-if-absent.
         manifest: what it commits; None in a void.
         restates: the number of the commit it repeats (a fence of prune), None for a save's own.
+        rank: in a save without collectives the rank that it commits for; None otherwise.
+        label: in a save without collectives what all its ranks agreed on; None otherwise.
     """
 
     format: int
@@ -88,6 +90,8 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     single_writer: bool = False
     manifest: ManifestRef | None = None
     restates: int | None = None
+    rank: Size | None = None
+    label: str | None = None
 
 
 class FileRecord(msgspec.Struct, frozen=True):

@@ -25,6 +25,7 @@ from dcp_storage.budget import Budget
 from dcp_storage.codec import Encoded, encode, encode_object
 from dcp_storage.commit import Attempt, Steps, begin, publish
 from dcp_storage.errors import CheckpointError, CommitUnknownError, StoreError, portable
+from dcp_storage.lone import agree_on_label, begin_rank, publish_rank
 from dcp_storage.options import MIB, SaveOptions, SaveReport
 from dcp_storage.plan import pack
 from dcp_storage.records import WrittenItem
@@ -55,7 +56,7 @@ class Grant:
 
 @dataclass
 class _Save:
-    """One save in one thread."""
+    """One save in one thread; ``label`` is set in a save without collectives, where every rank commits for itself."""
 
     location: Location
     opened: Opened
@@ -66,6 +67,8 @@ class _Save:
     report: SaveReport
     attempt: Attempt | None = None
     written: list[str] = field(default_factory=list)
+    label: str | None = None
+    world_size: int | None = None
 
 
 class FsspecStorageWriter(StorageWriter):
@@ -118,9 +121,10 @@ class FsspecStorageWriter(StorageWriter):
         self._own = threading.local()
         self._budget = Budget(self.options.memory_budget)
         self._progress = threading.Lock()
+        self._saves: dict[str, int] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        left_here = {"_own", "_budget", "_progress", "callback", "_report"}
+        left_here = {"_own", "_budget", "_progress", "_saves", "callback", "_report"}
         return {name: value for name, value in self.__dict__.items() if name not in left_here}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -161,12 +165,6 @@ class FsspecStorageWriter(StorageWriter):
         """Begins a save in this thread."""
         with guard("set_up_storage_writer", self._pointer.peek()):
             location = self._pointer.get("writer")
-            if not kwargs.get("use_collectives", True):
-                raise CheckpointError(
-                    f"{location.url}: saving with use_collectives=False is not supported.",
-                    path=location.url,
-                    kind="unsupported",
-                )
             opened = open_folder(
                 location, self.storage_options, self.options, **({"opener": self._opener} if self._opener else {})
             )
@@ -181,6 +179,8 @@ class FsspecStorageWriter(StorageWriter):
                 nonce=names.new_token(),
                 report=SaveReport(location.url),
             )
+            if not kwargs.get("use_collectives", True):
+                self._own.save.label, self._own.save.world_size = self._agree(location, token)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Asks, by way of the plan, for the plain names."""
@@ -199,7 +199,10 @@ class FsspecStorageWriter(StorageWriter):
                 asked=any(isinstance(plan.storage_data, Ask) for plan in plans),
             )
             current.attempt = attempt
-            begin(attempt, self._steps)
+            if current.label is None:
+                begin(attempt, self._steps)
+            else:
+                begin_rank(attempt, current.rank, current.label)
             if attempt.single_writer and not self._warned:
                 self._warned = True
                 warnings.warn(attempt.warnings[0], stacklevel=2)
@@ -225,7 +228,7 @@ class FsspecStorageWriter(StorageWriter):
         report.bytes_written = sum(w.shard.size for w in written if w.shard is not None)
         current.written = sorted({w.name for w in written})
         current.opened.count_into(report)
-        if not current.is_coordinator:
+        if not current.is_coordinator and current.label is None:
             self._report = report
             current.opened.store.close()
         results = [
@@ -247,9 +250,12 @@ class FsspecStorageWriter(StorageWriter):
             metadata.storage_meta = StorageMeta(checkpoint_id=current.location.url, save_id=current.token)
             manifest = manifest_of(metadata, [[(r.index, _told(r)) for r in rank] for rank in results])
             metadata.storage_data = stock_storage_data(manifest)
-            attempt.world_size = len(results)
+            attempt.world_size = current.world_size or len(results)
             try:
-                publish(attempt, manifest, self._steps)
+                if current.label is None:
+                    publish(attempt, manifest, self._steps)
+                else:
+                    publish_rank(attempt, manifest, current.rank, current.label)
             except CommitUnknownError:
                 raise  # the commit may be there: nothing may be deleted
             except CheckpointError as error:
@@ -258,7 +264,7 @@ class FsspecStorageWriter(StorageWriter):
                 raise
         report.warnings = attempt.warnings
         report.single_writer = attempt.single_writer
-        report.commit = attempt.number + 1
+        report.commit = attempt.number + 1 if current.label is None else None
         current.opened.count_into(report)
         self._report = report
         current.opened.store.close()
@@ -272,6 +278,11 @@ class FsspecStorageWriter(StorageWriter):
                 "No save is under way in this thread: set_up_storage_writer comes first.", kind="protocol"
             )
         return current  # type: ignore[no-any-return]
+
+    def _agree(self, location: Location, token: str) -> tuple[str, int]:
+        with self._progress:
+            count = self._saves[location.url] = self._saves.get(location.url, 0) + 1
+        return agree_on_label(self.options.label, token, location.url, count)
 
     def _write(self, current: _Save, plan: SavePlan, planner: SavePlanner, left_behind: list[str]) -> list[WrittenItem]:
         store = current.opened.store
@@ -315,7 +326,10 @@ class FsspecStorageWriter(StorageWriter):
         """Removes what this rank wrote of a save that did not commit. The claim stays for prune: it keeps others from
         the plain names, under which a late request of ours could still arrive.
         """
-        mine = [*current.written, names.manifest_name(None if attempt.plain else attempt.token)]
+        manifest = names.manifest_name(None if attempt.plain else attempt.token)
+        if current.label is not None:
+            manifest = names.rank_manifest_name(current.rank, attempt.token)
+        mine = [*current.written, manifest]
         try:
             current.opened.store.delete(mine)
         except StoreError as left:

@@ -83,7 +83,8 @@ class Location:
         url = f"{before}{path}{after}"
         if _split(url) != (before, path, after):
             raise InvalidLocationError(
-                f"A chained URL cannot hold a folder with '::' in its name, as {without_password(url)!r} would.", path=url
+                f"A chained URL cannot hold a folder with '::' in its name, as {without_password(url)!r} would.",
+                path=url,
             )
         return Location(url, self.protocol, path)
 

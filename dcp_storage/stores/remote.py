@@ -18,6 +18,7 @@ from typing import Any
 
 from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractFileSystem
 
 from dcp_storage.errors import (
@@ -64,6 +65,7 @@ class FsspecStore(Store):
         protocols = {base.protocol} if isinstance(base.protocol, str) else set(base.protocol)
         self._bucket = inside.lstrip("/").partition("/")[0] if protocols & _BUCKETS else None
         self._base = base
+        self.remote = not isinstance(base, LocalFileSystem)
         self._top = None if inside.startswith("/") else inside.partition("/")[0]
         kind = type(base)
         self._pipes = getattr(base.pipe_file, "__func__", None) is not AbstractFileSystem.pipe_file

@@ -121,7 +121,7 @@ class RemoteUpload(Upload):
                 path=self._url,
                 key=self._name,
             )
-        if not again:
+        if not again and self._number:
             self._flush("write_part")
         self._number, self._offset, self._held = number, offset, b"".join(buffers)
 

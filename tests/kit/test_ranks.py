@@ -287,6 +287,15 @@ def test_a_preload_that_fails_is_said_at_the_start() -> None:
         pass
 
 
+def test_a_preload_that_starts_a_thread_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is forked from a process with a second thread."""
+    code = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+    (tmp_path / "starts_a_thread.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RuntimeError, match="ended with status 1"), RankPool(preload=["starts_a_thread"]):
+        pass
+
+
 def hangs(rank: int, world: int, folder: str) -> None:
     Path(folder, f"{rank}").write_text(f"{os.getpid()} {os.getppid()}")
     time.sleep(600)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -73,8 +74,25 @@ def folder(server: S3Endpoint, bucket: Callable[[S3Endpoint], str]) -> Folder:
     return Folder(server, bucket(server))
 
 
+@pytest.fixture(scope="session")
+def proxies() -> Iterator[Callable[[S3Endpoint], FaultyHTTP]]:
+    """One proxy for each server for the whole run, since each URL costs a new client."""
+    running: dict[str, FaultyHTTP] = {}
+    with contextlib.ExitStack() as stack:
+
+        def of(endpoint: S3Endpoint) -> FaultyHTTP:
+            url = endpoint.endpoint_url
+            if url not in running:
+                running[url] = stack.enter_context(faulty_http(url))
+            return running[url]
+
+        yield of
+
+
 @pytest.fixture
-def proxy(server: S3Endpoint) -> Iterator[FaultyHTTP]:
+def proxy(server: S3Endpoint, proxies: Callable[[S3Endpoint], FaultyHTTP]) -> FaultyHTTP:
     """A proxy in front of the server that breaks what a test tells it to."""
-    with faulty_http(server.endpoint_url) as running:
-        yield running
+    running = proxies(server)
+    running.faults = []
+    running.seen.clear()
+    return running

@@ -181,7 +181,8 @@ class TestListing:
         """The listing of uploads goes on from the marker that the server gives."""
         client = folder.server.client
         client.create_multipart_upload(Bucket=folder.bucket, Key="run/step-1/last")
-        page = b"""<ListMultipartUploadsResult><IsTruncated>true</IsTruncated><NextKeyMarker>run/step-1/first</NextKeyMarker>
+        page = b"""<ListMultipartUploadsResult>
+        <IsTruncated>true</IsTruncated><NextKeyMarker>run/step-1/first</NextKeyMarker>
         <Upload><Key>run/step-1/first</Key><UploadId>i</UploadId></Upload></ListMultipartUploadsResult>"""
         proxy.faults = [Fault("reply", on("GET", "uploads"), status=200, body=page)]
         found = folder.open(endpoint=proxy.url).open_uploads()
@@ -240,7 +241,7 @@ class TestCreate:
         """A create whose reply is lost is ambiguous, not a conflict with itself; the next one finds the object."""
         store = folder.open(endpoint=proxy.url)
         assert store.create_if_absent is Atomicity.ATOMIC
-        proxy.faults = [Fault("lost reply", on("PUT", "/c"))]
+        proxy.faults = [Fault("lost reply", on("PUT", "step-1/c"))]
         error = caught(lambda: store.create("c", b"mine"))
         assert (error.transient, error.ambiguous) == (True, True)
         assert not isinstance(error, ObjectExistsError)
@@ -380,7 +381,7 @@ class TestDelete:
         """Where one delete fails the others are made all the same, and the error names the one."""
         for name in "abc":
             folder.set(name, b"1")
-        proxy.faults = [Fault("status", on("DELETE", "/b"))]
+        proxy.faults = [Fault("status", on("DELETE", "step-1/b"))]
         error = caught(lambda: folder.open(endpoint=proxy.url).delete(["a", "b", "c"]))
         assert (error.key, error.transient) == ("b", True)
         assert folder.keys() == ["run/step-1/b"]
@@ -389,8 +390,8 @@ class TestDelete:
         """Of a failure that may pass and one that will not, the second is raised."""
         denied = b"<Error><Code>AccessDenied</Code></Error>"
         proxy.faults = [
-            Fault("status", on("DELETE", "/a")),
-            Fault("status", on("DELETE", "/b"), status=403, body=denied),
+            Fault("status", on("DELETE", "step-1/a")),
+            Fault("status", on("DELETE", "step-1/b"), status=403, body=denied),
         ]
         error = caught(lambda: folder.open(endpoint=proxy.url).delete(["a", "b"]))
         assert (error.key, error.transient) == ("b", False)
