@@ -135,9 +135,10 @@ def claim(attempt: Attempt) -> None:
     except ObjectExistsError:
         return
     except StoreError as error:
-        if not error.ambiguous:
+        if not (error.ambiguous or error.transient):
             raise
-        attempt.claimed = True  # it may be ours: never use the plain names on that, but take it away afterwards
+        # It may be ours: never use the plain names on that, but take it away afterwards.
+        attempt.claimed = error.ambiguous
         return
     attempt.claimed = True
     attempt.plain = _blockers(attempt.store.entries()) == {names.CLAIM}

@@ -111,6 +111,8 @@ def create_commit(store: Store, commit: Commit, look: Callable[[Store, Commit], 
         except StoreError as error:
             raise _unknown(store, name, error) from error
         if whose == "ours":
+            if doubt is not None:
+                _confirm(store, name, body)
             return
         if whose == "another's":
             raise CheckpointExistsError(
@@ -119,6 +121,21 @@ def create_commit(store: Store, commit: Commit, look: Callable[[Store, Commit], 
                 key=name,
             )
     raise _unknown(store, name, doubt)
+
+
+def _confirm(store: Store, name: str, body: bytes) -> None:
+    """Ours is there, but the store did not say that it lasts: a create that finds it there has made sure of that.
+
+    Raises:
+        CommitUnknownError: on a disk, where what can be seen may still be lost; elsewhere what can be seen is durable.
+    """
+    try:
+        store.create(name, body)
+    except ObjectExistsError:
+        return
+    except StoreError as error:
+        if not store.remote:
+            raise _unknown(store, name, error) from error
 
 
 def _unknown(store: Store, name: str, error: StoreError | None) -> CommitUnknownError:

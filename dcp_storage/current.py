@@ -158,14 +158,33 @@ def blame(store: Store, number: int | None, error: CheckpointError) -> Checkpoin
         error: what was found.
 
     Returns:
-        A CheckpointReplacedError if the number moved, else ``error``.
+        A CheckpointReplacedError if the number moved; a CorruptCheckpointError about the commit object where a later
+        one is there that cannot be read; else ``error``.
     """
-    numbers = list_commits(store.entries())
-    if max(numbers, default=0) == (number or 0):
+    current = read_current(store)
+    try:
+        highest = max(list_commits(store.entries()), default=0)
+    except StoreError as refused:
+        if refused.errno != errno.EACCES:
+            raise
+        highest = current.number if current is not None else 0  # without the right to list: what probing finds
+    if highest == (number or 0):
         return error
+    if current is not None and current.number == number:
+        # What stands is still what was read, but a later commit is there that cannot be: not a replacement in time.
+        name = names.commit_name(highest)
+        return CorruptCheckpointError(
+            f"{store.url}: {name} is torn or altered, and of the checkpoint before it not all is left: {error}",
+            path=store.url,
+            file=name,
+            wanted=f"commit {highest}",
+            found=f"commit {current.number}",
+            key=error.key,
+            cause=error,
+        )
     replaced = CheckpointReplacedError(
         f"{store.url}: another save committed, or the checkpoint was deleted, while it was being read (commit "
-        f"{number or 0} → {max(numbers, default=0)}). Load again.",
+        f"{number or 0} → {highest}). Load again.",
         path=store.url,
         key=error.key,
         cause=error,

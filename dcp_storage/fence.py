@@ -147,15 +147,23 @@ def drop_uploads(sweep: Sweep) -> None:
         sweep.store.abort_uploads(sweep.uploads)
 
 
+def drop_view(sweep: Sweep) -> None:
+    """Removes the stock view, also one that a save has written since the listing, and lets it follow the commits."""
+    sweep.store.delete([names.STOCK_VIEW])
+    settle_view(sweep.store, None)
+
+
+def drop_listed_view(sweep: Sweep) -> None:
+    """For prune: removes the stock view only if it was listed among what no live commit stands behind."""
+    if any(e.name == names.STOCK_VIEW for e in sweep.doomed):
+        drop_view(sweep)
+
+
 def drop_files(sweep: Sweep) -> None:
-    """Deletes what was listed: the stock view first, manifests late and the claim last, so that a delete which is
-    killed half-way can still be seen for what it is.
+    """Deletes what was listed, manifests late and the claim last, so that a delete which is killed half-way can still
+    be seen for what it is.
     """
-    rest = [e.name for e in sweep.doomed]
-    if names.STOCK_VIEW in rest:
-        sweep.store.delete([names.STOCK_VIEW])
-        settle_view(sweep.store, None)
-        rest.remove(names.STOCK_VIEW)
+    rest = [e.name for e in sweep.doomed if e.name != names.STOCK_VIEW]
     for late in (False, True):
         batch = [name for name in rest if name.startswith((names.MANIFEST, names.CLAIM)) is late]
         if batch:
@@ -168,13 +176,14 @@ def drop_commits(sweep: Sweep) -> None:
         sweep.store.delete([entry.name])
 
 
-DELETE: tuple[Step, ...] = (list_folder, choose_all, fence_void, drop_files)
+DELETE: tuple[Step, ...] = (list_folder, choose_all, fence_void, drop_view, drop_files)
 PRUNE: tuple[Step, ...] = (
     list_folder,
     choose_old,
     check_right,
     fence_prune,
     drop_uploads,
+    drop_listed_view,
     drop_files,
     drop_commits,
 )

@@ -38,14 +38,14 @@ STOCK_VIEW = ".metadata"
 _TOKEN = r"[a-z][a-z0-9]{15}"
 # Up to two tokens behind a name: an attempt's own one, and that of a local temporary file of it.
 _OURS = re.compile(
-    rf"(?:\.claim|\.commit|\.manifest|\.metadata|__\d+\.(?:commit|manifest|metadata)|__\d+_\d+(?:\.{_TOKEN})?\.distcp)"
+    rf"(?:\.claim|\.commit|\.manifest|\.metadata|__[0-9]+\.(?:commit|manifest|metadata)|__[0-9]+_[0-9]+(?:\.{_TOKEN})?\.distcp)"
     rf"(?:\.{_TOKEN}){{0,2}}"
 )
-_COMMIT = re.compile(r"\.commit(?:\.([1-9]\d{0,17}))?")
-_RANK_COMMIT = re.compile(r"__(\d+)\.commit")
-_STOCK_VIEW = re.compile(r"(?:__\d+)?\.metadata")
+_COMMIT = re.compile(r"\.commit(?:\.([1-9][0-9]{0,17}))?")
+_RANK_COMMIT = re.compile(r"__([0-9]+)\.commit")
+_STOCK_VIEW = re.compile(r"(?:__[0-9]+)?\.metadata")
 # What stock torch leaves besides, killed between writing and renaming its metadata.
-_STOCK_LEFTOVER = re.compile(r"(?:__\d+)?\.metadata\.tmp")
+_STOCK_LEFTOVER = re.compile(r"(?:__[0-9]+)?\.metadata\.tmp")
 
 
 def check_name(name: str) -> str:

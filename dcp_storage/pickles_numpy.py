@@ -83,8 +83,8 @@ def _wanted(dtype: Any, state: tuple[Any, ...]) -> Any:
             raise NotAllowedError("not the base of a sub-array")
         return numpy.dtype((_plain(base[0]), _counts(base[1])))
     if names is not None:
-        if type(names) is not tuple or type(fields) is not dict or set(names) != set(fields):
-            raise NotAllowedError("the fields and their names differ")
+        if type(names) is not tuple or type(fields) is not dict or not set(names) <= set(fields):
+            raise NotAllowedError("names without fields")
         described = [fields[name] for name in names]
         if any(type(field) is not tuple or len(field) not in (2, 3) for field in described):
             raise NotAllowedError("not a field")

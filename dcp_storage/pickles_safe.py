@@ -207,7 +207,7 @@ def _blank(kind: Any) -> Any:
 def _record(module: str, name: str, build: Callable[[frozenset[str], Any, Any], None] = _build_attributes) -> Rule:
     kind = _stock(module, name)
     known = frozenset(field.name for field in fields(kind))
-    return Rule(kind, partial(_blank, kind), build=partial(build, known), cost=200)
+    return Rule(kind, partial(_blank, kind), build=partial(build, known), cost=300)
 
 
 def _properties() -> Rule:
@@ -294,7 +294,8 @@ def _build_trusted(target: Any, state: Any) -> None:
         setter(state)
         return
     plain, slots = state if type(state) is tuple and len(state) == 2 else (state, None)
-    target.__dict__.update(plain or {})
+    if plain:
+        target.__dict__.update(plain)
     for name, value in (slots or {}).items():
         setattr(target, name, value)
 

@@ -110,12 +110,12 @@ class Stack:
         self._value(int.from_bytes(raw, "little", signed=True), 48 + 2 * len(raw))
 
     def _float(self) -> None:
-        self._value(struct.unpack(">d", self._take(8))[0], 32)
+        self._value(struct.unpack(">d", self._take(8))[0], 48)
 
     def _text(self, width: int) -> None:
         raw = self._take(self._number(width))
         # One character outside the basic plane makes every character of the string four bytes wide.
-        self._value(raw.decode("utf-8", "surrogatepass"), 64 + (len(raw) if raw.isascii() else 4 * len(raw)))
+        self._value(raw.decode("utf-8", "surrogatepass"), 64 + (len(raw) if raw.isascii() else 6 * len(raw)))
 
     def _bytes(self, width: int) -> None:
         raw = self._take(self._number(width))
@@ -148,7 +148,7 @@ class Stack:
 
     def _put(self, index: int) -> None:
         self._memo[index] = self._stack[-1]
-        self._room -= 100
+        self._room -= 140
 
     def _small_number(self) -> None:
         self._stack.append(self._data[self._at])
@@ -158,7 +158,7 @@ class Stack:
     def _memoize(self) -> None:
         memo = self._memo
         memo[len(memo)] = self._stack[-1]
-        self._room -= 100
+        self._room -= 140
 
     def _small_get(self) -> None:
         self._stack.append(self._memo[self._data[self._at]])
@@ -213,7 +213,7 @@ class Stack:
         target = self._stack[-1]
         if len(items) % 2:
             raise self._corrupt("a key has no value")
-        self._room -= 120 + 48 * len(items)
+        self._room -= 120 + 56 * len(items)
         if type(target) is defaultdict:
             self._nest(target, items)
         elif type(target) not in _MAPPINGS and id(target) not in self._trusted:
@@ -285,7 +285,7 @@ VALUE_OPS: Final[dict[int, Callable[[Any], None]]] = {
         (pickle.EMPTY_TUPLE, lambda m: m._constant(())),
         (pickle.EMPTY_LIST, lambda m: m._value([], 72)),
         (pickle.EMPTY_DICT, lambda m: m._value({}, 72)),
-        (pickle.EMPTY_SET, lambda m: m._value(set(), 232)),
+        (pickle.EMPTY_SET, lambda m: m._value(set(), 248)),
         (pickle.TUPLE, lambda m: m._tuple(m._since_mark())),
         (pickle.TUPLE1, lambda m: m._small_tuple(1)),
         (pickle.TUPLE2, lambda m: m._small_tuple(2)),

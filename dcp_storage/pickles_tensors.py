@@ -167,7 +167,9 @@ def _parameter(data: Any, requires_grad: Any, hooks: Any) -> torch.nn.Parameter:
 
 
 def _size(values: Any = ()) -> torch.Size:
-    return torch.Size(_counts(values))
+    if not isinstance(values, tuple) or any(type(v) is not int for v in values):
+        raise NotAllowedError("not a tuple of ints")
+    return torch.Size(values)
 
 
 def _device(kind: Any, index: Any = None) -> torch.device:

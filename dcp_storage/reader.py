@@ -18,7 +18,7 @@ from torch.futures import Future
 
 from dcp_storage import load
 from dcp_storage.budget import Budget
-from dcp_storage.current import blame
+from dcp_storage.current import blame, read_current
 from dcp_storage.errors import CheckpointError, CheckpointReplacedError, CorruptCheckpointError
 from dcp_storage.filling import Finish, resolve
 from dcp_storage.options import LoadOptions, LoadReport
@@ -290,10 +290,14 @@ class FsspecStorageReader(StorageReader):
     @staticmethod
     def _look_again(opened: Opened, checkpoint: Checkpoint) -> None:
         """Where the coordinator could not compare what the ranks read, each rank sees that nothing moved meanwhile."""
-        gone = CorruptCheckpointError("The commit that was read is gone.", path=opened.store.url)
-        moved = blame(opened.store, checkpoint.number, gone)
-        if moved is not gone:
-            raise moved
+        current = read_current(opened.store)
+        number = current.number if current is not None else None
+        if number != checkpoint.number:
+            raise CheckpointReplacedError(
+                f"{opened.store.url}: another save committed, or the checkpoint was deleted, while it was being read "
+                f"(commit {checkpoint.number} → {number}). Load again.",
+                path=opened.store.url,
+            )
 
     def _wanted(self, current: _Load, checkpoint: Checkpoint, item: ReadItem, planner: LoadPlanner) -> load.Wanted:
         record = _record(checkpoint, item)

@@ -45,8 +45,7 @@ def abandon(file: Any) -> None:
             file.discard()
     finally:
         file.buffer = io.BytesIO()
-        file.forced = True  # close() flushes only what was not flushed by force before,
-        file.closed = True  # and does nothing at all, also when called by __del__, once closed
+        file.closed = True  # close(), which __del__ calls too, flushes what is left, but nothing once it is closed
 
 
 def _write(file: Any, pieces: Sequence[memoryview | bytes]) -> None:

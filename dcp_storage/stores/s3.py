@@ -24,8 +24,9 @@ from dcp_storage.errors import (
     UntrustedDataError,
 )
 from dcp_storage.store import Atomicity, Buffers, Entry, Store, Upload, check_name, total
+from dcp_storage.stores.location import without_password
 from dcp_storage.stores.s3_bodies import body_of, checksum_of, date_of, fill, next_piece, part_of
-from dcp_storage.stores.s3_errors import Request, code_of, status_of, translated
+from dcp_storage.stores.s3_errors import Request, code_of, field_of, status_of, translated
 from dcp_storage.stores.s3_listing import list_objects, list_uploads
 from dcp_storage.stores.s3_session import S3Client, S3Session, s3fs_options
 from dcp_storage.stores.s3_upload import S3Upload, abort_each
@@ -43,7 +44,7 @@ class Place(Protocol):
 
     @property
     def url(self) -> str:
-        """The folder's URL, without secrets."""
+        """The folder's URL."""
 
     @property
     def path(self) -> str:
@@ -67,9 +68,10 @@ def open_s3(place: Place, storage_options: Mapping[str, Any] | None = None, *, m
     bucket, _, key = place.path.lstrip("/").partition("/")
     if bucket.startswith("arn:"):  # an access point, whose name may hold slashes
         bucket, key, _ = S3Session(options, bucket).filesystem().split_path(place.path)
+    url = without_password(place.url).rstrip("/")
     if not bucket:
-        raise InvalidLocationError(f"{place.url!r} names no bucket.", path=place.url)
-    return S3Store(place.url.rstrip("/"), bucket, key, options, max_concurrency=max_concurrency)
+        raise InvalidLocationError(f"{url!r} names no bucket.", path=url)
+    return S3Store(url, bucket, key, options, max_concurrency=max_concurrency)
 
 
 class _Probe:
@@ -167,11 +169,13 @@ class S3Store(Store):
             condition = {} if known is Atomicity.NONE else {"IfNoneMatch": "*"}
             body = body_of([memoryview(data)])
             try:
-                await client.send("put_object", **target, Body=body, **checksum_of(zlib.crc32(data)), **condition)
+                checksum = checksum_of(zlib.crc32(data))
+                answer = await client.send("put_object", **target, Body=body, **checksum, **condition)
             except ClientError as error:
                 if status_of(error) == 412:
                     raise self._exists_error(request, error) from error
                 raise
+            field_of(request, answer, "ETag")
 
         self._call(request, work)
 
@@ -197,19 +201,22 @@ class S3Store(Store):
 
     def make_folder(self) -> None:
         """Folders are not real on S3; raises ObjectNotFoundError where there is no bucket."""
-        self._call(self._request("make_folder"), self._glance)
+        request = self._request("make_folder")
+        self._call(request, lambda client: self._glance(client, request))
 
     def now(self) -> float:
         """The ``Date`` of the server's answer to a listing of one key; whole seconds."""
         request = self._request("now")
-        date = date_of(self._call(request, self._glance))
+        date = date_of(self._call(request, lambda client: self._glance(client, request)))
         if date is None:
             raise request.error("the server's answer has no Date header that can be read.")
         return date
 
-    async def _glance(self, client: S3Client) -> dict[str, Any]:
+    async def _glance(self, client: S3Client, request: Request) -> dict[str, Any]:
         # Not HEAD, which cannot say whether the bucket or the right to see it is missing.
-        return await client.send("list_objects_v2", Bucket=self._bucket, Prefix=self._prefix, MaxKeys=1)
+        answer = await client.send("list_objects_v2", Bucket=self._bucket, Prefix=self._prefix, MaxKeys=1)
+        field_of(request, answer, "IsTruncated")
+        return answer
 
     def entries(self) -> list[Entry]:
         request = self._request("entries")
@@ -237,8 +244,9 @@ class S3Store(Store):
 
     def size(self, name: str) -> int:
         target = {"Bucket": self._bucket, "Key": self._key(name)}
-        answer = self._call(self._request("size", name), lambda client: client.send("head_object", **target))
-        return int(answer["ContentLength"])
+        request = self._request("size", name)
+        answer = self._call(request, lambda client: client.send("head_object", **target))
+        return int(field_of(request, answer, "ContentLength"))
 
     def read(self, name: str, *, limit: int) -> bytes:
         target = {"Bucket": self._bucket, "Key": self._key(name)}
@@ -293,7 +301,7 @@ class S3Store(Store):
         if answer["ResponseMetadata"]["HTTPStatusCode"] == 206:
             place = part_of(answer.get("ContentRange", ""))
         else:
-            place = (0, answer["ContentLength"])  # the whole object
+            place = (0, answer.get("ContentLength"))  # the whole object
         if place is None or place[0] != offset:
             raise request.error(f"bytes from {offset} on were asked for, other ones came.")
         size = place[1]
@@ -315,11 +323,13 @@ class S3Store(Store):
 
     def put(self, name: str, buffers: Buffers, *, crc32: int | None = None) -> None:
         target = {"Bucket": self._bucket, "Key": self._key(name)}
+        request = self._request("put", name, changes=True)
 
         async def work(client: S3Client) -> None:
-            await client.send("put_object", **target, Body=body_of(buffers), **checksum_of(crc32))
+            answer = await client.send("put_object", **target, Body=body_of(buffers), **checksum_of(crc32))
+            field_of(request, answer, "ETag")
 
-        self._call(self._request("put", name, changes=True), work)
+        self._call(request, work)
 
     def upload(self, name: str) -> Upload:
         """Begins an object of several parts; the first request is sent with the first part."""

@@ -20,7 +20,7 @@ from botocore.parsers import ResponseParserError
 
 from dcp_storage.errors import ObjectNotFoundError, StoreError
 
-__all__ = ["Request", "code_of", "status_of", "translated"]
+__all__ = ["Request", "code_of", "field_of", "status_of", "translated"]
 
 FOREIGN: tuple[type[BaseException], ...] = (
     boto.ClientError,
@@ -151,6 +151,20 @@ def status_of(error: Any) -> int:
 def code_of(error: Any) -> str:
     """The ``Code`` in a botocore ClientError; after a HEAD, which has no body, it is the status in digits."""
     return str(error.response.get("Error", {}).get("Code", ""))
+
+
+def field_of(request: Request, answer: Mapping[str, Any], name: str) -> Any:
+    """What the answer says under ``name``.
+
+    botocore takes any XML, and an empty body, for an answer in which every field is missing; what a gateway says in
+    the server's stead must not pass for an empty listing (invariant I10).
+
+    Raises:
+        StoreError: the answer lacks it; transient.
+    """
+    if name not in answer:
+        raise request.error(f"the server's answer has no {name}.", transient=True)
+    return answer[name]
 
 
 @contextmanager

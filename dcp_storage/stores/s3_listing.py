@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dcp_storage.store import Entry
-from dcp_storage.stores.s3_errors import Request
+from dcp_storage.stores.s3_errors import Request, field_of
 from dcp_storage.stores.s3_session import S3Client
 
 __all__ = ["OpenUpload", "list_objects", "list_uploads"]
@@ -34,13 +34,14 @@ async def list_objects(client: S3Client, request: Request, prefix: str) -> list[
         # botocore asks for the keys percent-encoded and decodes them, so that every character survives the XML.
         page = await client.send("list_objects_v2", Bucket=request.bucket, Prefix=prefix, Delimiter="/", **place)
         for item in page.get("Contents", ()):
-            key: str = item["Key"]
+            key: str = field_of(request, item, "Key")
             if not key.startswith(prefix):
                 raise request.error(f"the server listed {key!r}, which is not under {prefix!r}.")
             name = key[len(prefix) :]
             if name and "/" not in name:  # the key that ends with the slash is a console's marker of a folder
-                found.append(Entry(name, item["Size"], item["LastModified"].timestamp()))
-        if not page.get("IsTruncated"):
+                date = item.get("LastModified")
+                found.append(Entry(name, field_of(request, item, "Size"), None if date is None else date.timestamp()))
+        if not field_of(request, page, "IsTruncated"):
             return found
         following = {"ContinuationToken": str(page.get("NextContinuationToken") or "")}
         _check_progress(request, place, following)
@@ -54,11 +55,13 @@ async def list_uploads(client: S3Client, request: Request, prefix: str) -> list[
     while True:
         page = await client.send("list_multipart_uploads", Bucket=request.bucket, Prefix=prefix, Delimiter="/", **place)
         for item in page.get("Uploads", ()):
-            key: str = item["Key"]
+            key: str = field_of(request, item, "Key")
             if key.startswith(prefix) and "/" not in key[len(prefix) :]:
                 begun = item.get("Initiated")
-                found.append(OpenUpload(key, item["UploadId"], None if begun is None else begun.timestamp()))
-        if not page.get("IsTruncated"):
+                found.append(
+                    OpenUpload(key, field_of(request, item, "UploadId"), None if begun is None else begun.timestamp())
+                )
+        if not field_of(request, page, "IsTruncated"):
             return found
         following = {
             "KeyMarker": str(page.get("NextKeyMarker") or ""),

@@ -12,7 +12,7 @@ from botocore.exceptions import ClientError
 from dcp_storage.errors import StoreError
 from dcp_storage.store import Buffers, Upload, total
 from dcp_storage.stores.s3_bodies import body_of, checksum_of, date_of
-from dcp_storage.stores.s3_errors import Request, code_of, status_of, translated
+from dcp_storage.stores.s3_errors import Request, code_of, field_of, status_of, translated
 from dcp_storage.stores.s3_listing import list_uploads
 from dcp_storage.stores.s3_session import S3Client, S3Session
 
@@ -72,7 +72,7 @@ class S3Upload(Upload):
                 Body=body_of(buffers),
                 **checksum,
             )
-            self._parts[number] = _Part(total(buffers), {"ETag": answer["ETag"], **checksum})
+            self._parts[number] = _Part(total(buffers), {"ETag": field_of(request, answer, "ETag"), **checksum})
 
         with translated(request):
             self._session.call(work)
@@ -86,10 +86,11 @@ class S3Upload(Upload):
                 try:
                     with translated(request):
                         answer = await client.send("create_multipart_upload", **self._object, **algorithm)
+                        upload_id: str = field_of(request, answer, "UploadId")
                 except StoreError as error:
                     self._begin_lost |= error.ambiguous
                     raise
-                self._upload_id = str(answer["UploadId"])
+                self._upload_id = upload_id
                 self._begun_at = date_of(answer)
                 self._with_crcs = with_crcs
             return self._upload_id
@@ -117,7 +118,8 @@ class S3Upload(Upload):
         arguments = {**self._object, "UploadId": self._upload_id}
         try:
             with translated(request):
-                await client.send("complete_multipart_upload", **arguments, MultipartUpload={"Parts": parts})
+                made = await client.send("complete_multipart_upload", **arguments, MultipartUpload={"Parts": parts})
+                field_of(request, made, "ETag")
         except StoreError as error:
             cause = error.__cause__
             if isinstance(cause, ClientError) and status_of(cause) == 409:
@@ -125,11 +127,11 @@ class S3Upload(Upload):
                 raise request.error("the server refused it for a conflict.", cause, errno=errno.EBUSY) from cause
             gone = isinstance(cause, ClientError) and code_of(cause) == "NoSuchUpload"
             # After a lost reply any answer may mean "done": moto, for one, answers 500 to a second complete.
-            if not ((gone or self._complete_lost) and await self._is_there(client)):
+            if not ((gone or self._complete_lost) and await self._is_there(client, request)):
                 self._complete_lost |= error.ambiguous
                 raise
 
-    async def _is_there(self, client: S3Client) -> bool:
+    async def _is_there(self, client: S3Client, request: Request) -> bool:
         """Whether the object is what an earlier complete, whose reply was lost, must have made of our parts."""
         try:
             answer = await client.send("head_object", **self._object)
@@ -140,7 +142,8 @@ class S3Upload(Upload):
         # An older object under this name may have the same size, but not a later date than our beginning.
         since = self._begun_at or 0.0
         size = sum(part.size for part in self._parts.values())
-        return bool(answer["ContentLength"] == size and answer["LastModified"].timestamp() >= since)
+        made = field_of(request, answer, "LastModified").timestamp()
+        return bool(field_of(request, answer, "ContentLength") == size and made >= since)
 
     def abort(self) -> None:
         request = self._request("abort")

@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> None:
         importlib.import_module(name)
         threads = len(list(Path("/proc/self/task").iterdir()))
         if threads > 1:
-            raise RuntimeError(f"importing {name} left {threads} threads; a process with threads cannot be forked safely")
+            raise RuntimeError(f"importing {name} left {threads} threads; it is not safe to fork")
     gc.collect()
     gc.freeze()  # a collection in a rank would otherwise touch, and so copy, every page of torch
     connection.send("ready")

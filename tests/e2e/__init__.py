@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import fsspec
 import pytest
@@ -17,12 +17,15 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from dcp_storage import CheckpointError, FsspecStorageReader, FsspecStorageWriter
-from tests.servers.endpoint import S3Endpoint
+
+if TYPE_CHECKING:  # ranks import this module, too, and need no server
+    from tests.servers.endpoint import S3Endpoint
 
 __all__ = [
     "ALONE",
     "Place",
     "assert_same",
+    "assert_sentence",
     "bits",
     "clear_plan_caches",
     "failure",
@@ -96,6 +99,8 @@ class Place:
         if self.server is not None:
             bucket, key = self._key(name)
             self.server.client.put_object(Bucket=bucket, Key=key, Body=data)
+        elif self.url.startswith("memory://"):
+            fsspec.filesystem("memory").pipe_file(f"{self.url}/{name}", data)
         else:
             self._folder().mkdir(parents=True, exist_ok=True)
             (self._folder() / name).write_bytes(data)
@@ -185,7 +190,7 @@ def failure(kind: type[E], call: Callable[[], object]) -> E:
 
 
 def assert_sentence(text: str) -> None:
-    """A message for people: a line or two that ends as sentences do, without a traceback."""
+    """A message for people: on one line, not too long, without a traceback."""
     assert text.strip()
     assert "\n" not in text
     assert "Traceback" not in text

@@ -100,7 +100,7 @@ def leaves_children(rank: int, world: int, folder: str) -> None:
 def spawns(rank: int, world: int) -> int:
     process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(0,))
     process.start()
-    process.join(30)
+    process.join(90)
     return process.exitcode if process.exitcode is not None else -1
 
 
@@ -252,7 +252,7 @@ def test_what_a_rank_started_is_ended_too(pool: RankPool, tmp_path: Path) -> Non
 
 def test_a_rank_can_spawn(pool: RankPool) -> None:
     """The spawn method of multiprocessing works in a rank, as the process checkpointer needs it."""
-    assert pool.run(spawns, 1, init=False) == [0]
+    assert pool.run(spawns, 1, init=False, timeout=100) == [0]
 
 
 def test_environment_is_for_one_run(pool: RankPool) -> None:
@@ -301,13 +301,14 @@ def hangs(rank: int, world: int, folder: str) -> None:
     time.sleep(600)
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(0.02)
     return condition()
 
 
+@pytest.mark.timeout(240)
 def test_ranks_die_with_the_warm_process(tmp_path: Path) -> None:
     """If the warm process is killed in the middle of a run, its ranks die and the run raises."""
     with RankPool() as pool, ThreadPoolExecutor(1) as threads:
@@ -320,6 +321,7 @@ def test_ranks_die_with_the_warm_process(tmp_path: Path) -> None:
         assert wait_for(lambda: not any(alive(pid) for pid in pids))
 
 
+@pytest.mark.timeout(240)
 def test_everything_dies_with_the_owner(tmp_path: Path) -> None:
     """If the process that owns a pool is killed in the middle of a run, the warm process and the ranks end."""
     program = (
@@ -332,7 +334,7 @@ def test_everything_dies_with_the_owner(tmp_path: Path) -> None:
     root = str(Path(__file__).parents[__name__.count(".")])
     owner = subprocess.Popen([sys.executable, "-W", "ignore", "-c", program, root, str(tmp_path)])
     try:
-        assert wait_for(lambda: len([file for file in tmp_path.iterdir() if file.read_text()]) == 2, 60)
+        assert wait_for(lambda: len([file for file in tmp_path.iterdir() if file.read_text()]) == 2, 150)
     finally:
         owner.kill()
         owner.wait(10)

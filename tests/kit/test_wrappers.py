@@ -6,7 +6,7 @@ import errno
 import pickle
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -87,14 +87,37 @@ def test_every_idempotent_operation_is_tried_again(operation: str) -> None:
     assert len(clock.slept) == 2
 
 
-def test_what_was_tried_again_has_taken_effect() -> None:
-    """A delete from a generator removes all its names also when the first try failed before any."""
+class FailsAfterReadingNames(WrappedStore):
+    """Uses up the names it is given before its first failure."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.failed = False
+
+    def given(self, names: Iterable[str]) -> list[str]:
+        read = list(names)
+        if not self.failed:
+            self.failed = True
+            raise busy()
+        return read
+
+    def delete(self, names: Iterable[str]) -> None:
+        self.inner.delete(self.given(names))
+
+    def abort_uploads(self, names: Iterable[str]) -> None:
+        self.inner.abort_uploads(self.given(names))
+
+
+def test_names_from_a_generator_survive_a_retry() -> None:
+    """All names are deleted, or their uploads aborted, also when the first try had read the generator to its end."""
     inner = DictStore()
-    store = retrying(FaultyStore(inner, [Fault("delete", error=busy)]), Time())
     for name in ("a", "b", "c"):
-        store.put(name, [memoryview(b"x")])
-    store.delete(name for name in ("a", "b"))
+        inner.put(name, [])
+        inner.upload(name)
+    retrying(FailsAfterReadingNames(inner), Time()).delete(name for name in ("a", "b"))
     assert [entry.name for entry in inner.entries()] == ["c"]
+    retrying(FailsAfterReadingNames(inner), Time()).abort_uploads(name for name in ("a", "b"))
+    assert [entry.name for entry in inner.open_uploads()] == ["c"]
 
 
 def test_a_create_is_never_tried_again() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import threading
 import time
@@ -49,11 +50,13 @@ class FaultyHTTP:
         url: where it listens.
         faults: what goes wrong; may be changed at any time.
         seen: method and target of every request that came in, in order.
+        headers: the headers of the same requests, names in lower case.
     """
 
     def __init__(self, upstream: str) -> None:
         self.faults: list[Fault] = []
         self.seen: list[tuple[str, str]] = []
+        self.headers: list[dict[str, str]] = []
         self._lock = threading.Lock()
         parts = urlsplit(upstream)
         self._upstream = (parts.hostname or "", parts.port or 80)
@@ -64,7 +67,8 @@ class FaultyHTTP:
             timeout = 30
 
             def handle_any(self) -> None:
-                proxy._handle(self)
+                with contextlib.suppress(ConnectionError):  # the client may hang up, as after a time-out
+                    proxy._handle(self)
 
             do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = handle_any  # noqa: N815 - the names http.server wants
 
@@ -74,9 +78,10 @@ class FaultyHTTP:
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
 
-    def _take(self, method: str, target: str) -> Fault | None:
+    def _take(self, method: str, target: str, headers: dict[str, str]) -> Fault | None:
         with self._lock:
             self.seen.append((method, target))
+            self.headers.append(headers)
             for fault in self.faults:
                 if fault.times > 0 and fault.matches(method, target):
                     fault.times -= 1
@@ -85,7 +90,8 @@ class FaultyHTTP:
 
     def _handle(self, handler: BaseHTTPRequestHandler) -> None:
         body = handler.rfile.read(int(handler.headers.get("Content-Length", 0)))
-        fault = self._take(handler.command, handler.path)
+        headers_in = {name.lower(): value for name, value in handler.headers.items()}
+        fault = self._take(handler.command, handler.path, headers_in)
         kind = None if fault is None else fault.kind
         handler.close_connection = kind is not None
         if kind == "lost request":

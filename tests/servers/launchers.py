@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import subprocess
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -85,30 +86,36 @@ def seaweedfs_server(data_dir: Path) -> Iterator[S3Endpoint]:
     settings.write_text(json.dumps({"identities": [identity]}), encoding="utf-8")
     objects = data_dir / "objects"
     objects.mkdir()
-    port = free_port()
+    ports = {name: free_port() for name in ("master", "volume", "filer", "s3")}
     command = [
         os.environ.get("WEED_BIN") or str(ROOT / ".venv-seaweed" / "bin" / "weed"),
         "server",
         f"-ip={HOST}",
         f"-ip.bind={HOST}",
         f"-dir={objects}",
-        f"-master.port={free_port()}",
-        f"-volume.port={free_port()}",
+        f"-master.port={ports['master']}",
+        f"-volume.port={ports['volume']}",
         "-filer",
-        f"-filer.port={free_port()}",
+        f"-filer.port={ports['filer']}",
         "-s3",
-        f"-s3.port={port}",
+        f"-s3.port={ports['s3']}",
         "-s3.port.iceberg=0",
         "-s3.port.lance=0",
         f"-s3.config={settings}",
         "-master.volumeSizeLimitMB=64",
-        "-volume.max=100",
+        "-volume.max=1000",
         "-master.telemetry=false",
     ]
-    with _process(command, {}, data_dir / "weed.log", f"http://{HOST}:{port}") as url:
-        endpoint = S3Endpoint("seaweedfs", url, key, secret)
-        _wait_for_writes(endpoint)
-        yield endpoint
+    try:
+        with _process(command, {}, data_dir / "weed.log", f"http://{HOST}:{ports['s3']}") as url:
+            endpoint = S3Endpoint("seaweedfs", url, key, secret)
+            _wait_for_writes(endpoint)
+            yield endpoint
+    finally:
+        for port in ports.values():
+            for number in (port, port + 10_000):
+                for left in Path(tempfile.gettempdir()).glob(f"seaweedfs-*-{number}.sock"):
+                    left.unlink()
 
 
 @contextmanager

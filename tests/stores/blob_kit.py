@@ -10,7 +10,7 @@ from fsspec.spec import AbstractBufferedFile
 
 from dcp_storage.stores.remote import FsspecStore
 
-__all__ = ["BLOCK", "BlobFile", "BlobFileSystem", "DiscardingFile", "PipingFileSystem", "blobs", "store"]
+__all__ = ["BLOCK", "BlobFile", "BlobFileSystem", "DiscardingFile", "OnBlobs", "PipingFileSystem"]
 
 BLOCK = 5 * 2**20  # fsspec's files send what they hold whenever they hold this much
 
@@ -106,13 +106,15 @@ class PipingFileSystem(BlobFileSystem):
         self.blobs[path] = bytes(value)
 
 
-@pytest.fixture
-def blobs() -> BlobFileSystem:
-    """An empty object store."""
-    return BlobFileSystem()
+class OnBlobs:
+    """Fixtures: an empty object store and the adapter on it."""
 
+    @pytest.fixture
+    def blobs(self) -> BlobFileSystem:
+        """An empty object store."""
+        return BlobFileSystem()
 
-@pytest.fixture
-def store(blobs: BlobFileSystem) -> FsspecStore:
-    """The adapter on it."""
-    return FsspecStore(blobs, "bucket/run", "blob://bucket/run")
+    @pytest.fixture
+    def store(self, blobs: BlobFileSystem) -> FsspecStore:
+        """The adapter on it."""
+        return FsspecStore(blobs, "bucket/run", "blob://bucket/run")

@@ -11,9 +11,6 @@ import pytest
 
 from dcp_storage.stores.s3 import S3Store, open_s3
 from tests.servers import FaultyHTTP, S3Endpoint, faulty_http
-from tests.servers.fixtures import bucket, ministack, moto, seaweedfs
-
-__all__ = ["bucket", "ministack", "moto", "seaweedfs"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -95,4 +92,5 @@ def proxy(server: S3Endpoint, proxies: Callable[[S3Endpoint], FaultyHTTP]) -> Fa
     running = proxies(server)
     running.faults = []
     running.seen.clear()
+    running.headers.clear()
     return running

@@ -1,4 +1,4 @@
-"""A recorder of the local store's system calls that can also make them fail, and the fixtures with it."""
+"""A recorder of the local store's system calls that can also make them fail."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from dcp_storage.stores.local import LocalStore
 from dcp_storage.stores.local_syscalls import Syscalls
 
-__all__ = ["WAYS", "Trace", "failing", "folder", "half_written", "names", "store", "trace"]
+__all__ = ["WAYS", "Recorded", "Trace", "failing", "half_written", "names"]
 
 
 @dataclass
@@ -72,24 +72,25 @@ def half_written(number: int) -> Callable[[int, Sequence[memoryview], int], int]
     return call
 
 
-@pytest.fixture
-def trace() -> Trace:
-    """The recorder of one test."""
-    return Trace()
+class Recorded:
+    """Fixtures: an existing folder and a store of it whose system calls are recorded."""
 
+    @pytest.fixture
+    def trace(self) -> Trace:
+        """The recorder of one test."""
+        return Trace()
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """An existing folder."""
-    made = tmp_path / "run"
-    made.mkdir()
-    return made
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        """An existing folder."""
+        made = tmp_path / "run"
+        made.mkdir()
+        return made
 
-
-@pytest.fixture
-def store(folder: Path, trace: Trace) -> LocalStore:
-    """A store of the folder, recorded."""
-    return LocalStore(folder, calls=trace.calls())
+    @pytest.fixture
+    def store(self, folder: Path, trace: Trace) -> LocalStore:
+        """A store of the folder, recorded."""
+        return LocalStore(folder, calls=trace.calls())
 
 
 def names(folder: Path) -> list[str]:

@@ -22,7 +22,7 @@ from dcp_storage.stores.local import LocalStore
 from dcp_storage.stores.local_syscalls import IOV_MAX, Syscalls
 from dcp_storage.stores.translate import store_error
 from dcp_storage.testing.conformance import StoreConformance
-from tests.stores.local_kit import WAYS, Trace, failing, names
+from tests.stores.local_kit import WAYS, Recorded, Trace, failing, names
 
 
 @pytest.fixture(params=[0o022, 0o077])
@@ -59,7 +59,7 @@ class TestConformance(StoreConformance):
         return made
 
 
-class TestFolders:
+class TestFolders(Recorded):
     def test_missing_parents_are_made_and_synced(self, tmp_path: Path, trace: Trace) -> None:
         """Each new folder is made, then it and the folder that names it are synced, from the top down."""
         LocalStore(tmp_path / "a/b", calls=trace.calls()).make_folder()
@@ -127,7 +127,7 @@ class TestFolders:
         assert len(modes) == 7
 
 
-class TestListing:
+class TestListing(Recorded):
     def test_only_files_are_listed(self, store: LocalStore, folder: Path) -> None:
         """Files and links to files count; sub-folders, links to folders, dangling links and FIFOs do not."""
         (folder / "file").write_bytes(b"12345")
@@ -180,7 +180,7 @@ class TestListing:
             assert caught.value.errno == errno.EIO
 
 
-class TestReading:
+class TestReading(Recorded):
     def test_more_pieces_than_one_call_takes(self, store: LocalStore, folder: Path) -> None:
         """More buffers than IOV_MAX, some empty, are filled and written in order."""
         count = IOV_MAX * 2 + 5
@@ -251,7 +251,7 @@ class TestReading:
         assert sum(fetched) <= 101
 
 
-class TestDelete:
+class TestDelete(Recorded):
     def test_all_are_removed_with_one_sync(self, store: LocalStore, folder: Path, trace: Trace) -> None:
         """Names go in the given order, missing ones are fine, and the folder is synced once at the end."""
         for name in ("a", "b", "keep"):
@@ -283,7 +283,7 @@ class TestDelete:
         assert names(tmp_path) == []
 
 
-class TestClock:
+class TestClock(Recorded):
     def test_it_is_the_clock_of_modified_times(self, store: LocalStore, folder: Path, trace: Trace) -> None:
         """The time is that of a scratch file's inode, whose name begins with .claim., and which is removed."""
         trace.faults["open"] = lambda path, flags, mode: _aged(os.open(path, flags, mode))

@@ -19,18 +19,10 @@ from dcp_storage.store import Atomicity
 from dcp_storage.stores import local_create
 from dcp_storage.stores.local import LocalStore, scratch_token
 from dcp_storage.stores.local_syscalls import Syscalls, rename_noreplace
-from tests.stores.local_kit import WAYS, Trace, failing, half_written, names
+from tests.stores.local_kit import WAYS, Recorded, Trace, failing, half_written, names
 
 
-@pytest.fixture(params=sorted(WAYS))
-def way(request: pytest.FixtureRequest, trace: Trace) -> str:
-    """Each way to create, by taking the better ones away."""
-    trace.faults.update(WAYS[request.param])
-    way: str = request.param
-    return way
-
-
-class TestPut:
+class TestPut(Recorded):
     def test_the_order_on_the_disk(self, store: LocalStore, folder: Path, trace: Trace) -> None:
         """A put writes and syncs a file beside the name, puts it there in one step, and syncs the folder last."""
         store.put("a", [memoryview(b"12")])
@@ -62,14 +54,14 @@ class TestPut:
 
     def test_a_failed_folder_sync_is_ambiguous(self, store: LocalStore, folder: Path, trace: Trace) -> None:
         """If only the last sync fails, the new object may last or not, and the error says so."""
-        for name in ("a", "b"):
-            trace.faults["fsync"] = failing(errno.EIO, after=1)
-            with pytest.raises(StoreError) as caught:
-                if name == "a":
-                    store.put(name, [memoryview(b"1")])
-                else:
-                    store.create(name, b"1")
-            assert (caught.value.ambiguous, caught.value.errno) == (True, errno.EIO)
+        trace.faults["fsync"] = failing(errno.EIO, after=1)
+        with pytest.raises(StoreError) as put:
+            store.put("a", [memoryview(b"1")])
+        trace.faults["fsync"] = failing(errno.EIO, after=1)
+        with pytest.raises(StoreError) as create:
+            store.create("b", b"1")
+        for error in (put.value, create.value):
+            assert (error.ambiguous, error.errno) == (True, errno.EIO)
         assert names(folder) == ["a", "b"]
 
     @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP])
@@ -107,7 +99,14 @@ class TestPut:
         assert all(re.fullmatch("[a-z][a-z0-9]{15}", token) for token in tokens)
 
 
-class TestCreate:
+class TestCreate(Recorded):
+    @pytest.fixture(params=sorted(WAYS))
+    def way(self, request: pytest.FixtureRequest, trace: Trace) -> str:
+        """Each way to create, by taking the better ones away."""
+        trace.faults.update(WAYS[request.param])
+        way: str = request.param
+        return way
+
     def test_each_way_creates_once(self, store: LocalStore, folder: Path, way: str) -> None:
         """Each of the three ways writes the whole body under a free name, refuses a taken one, leaves nothing else."""
         store.create(".commit", b"ours")
@@ -258,7 +257,7 @@ class TestCreate:
         assert names(folder) == ["c"]
 
 
-class TestUpload:
+class TestUpload(Recorded):
     def test_the_order_on_the_disk(self, store: LocalStore, folder: Path, trace: Trace) -> None:
         """Parts go straight under the final name in any order; completing syncs the file, then the folder."""
         upload = store.upload("a")
@@ -320,11 +319,14 @@ class TestUpload:
             upload.complete()
         assert caught.value.errno == errno.EIO
         del trace.faults["fsync"]
-        with pytest.raises(StoreError) as caught:
-            upload.complete()
-        assert not caught.value.transient
+        (folder / "other").write_bytes(b"12345")
+        with (folder / "other").open("rb+"):  # it gets the descriptor that the upload had
+            with pytest.raises(StoreError) as caught:
+                upload.complete()
+            assert (caught.value.errno, caught.value.transient) == (errno.EINVAL, False)
+        assert (folder / "other").read_bytes() == b"12345"
         upload.abort()
-        assert names(folder) == []
+        assert names(folder) == ["other"]
 
     def test_an_abort_that_fails_can_be_called_again(self, store: LocalStore, folder: Path, trace: Trace) -> None:
         """A file that could not be removed is told, and removed by the next call."""

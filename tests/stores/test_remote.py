@@ -27,7 +27,7 @@ from dcp_storage.errors import (
 from dcp_storage.store import Store
 from dcp_storage.stores.remote import FsspecStore
 from dcp_storage.testing.conformance import StoreConformance
-from tests.stores.blob_kit import BlobFileSystem, PipingFileSystem
+from tests.stores.blob_kit import BlobFileSystem, OnBlobs, PipingFileSystem
 
 
 def _local(root: Path) -> tuple[Any, str]:
@@ -87,7 +87,7 @@ class TestObjectConformance(StoreConformance):
         return FsspecStore(fs, "bucket/runx", "blob://bucket/runx")
 
 
-class TestFolders:
+class TestFolders(OnBlobs):
     def test_folders_are_made_where_they_are_real(self, tmp_path: Path) -> None:
         """Over a real folder, missing parents are made, and a file in the way is ENOTDIR."""
         FsspecStore(LocalFileSystem(), str(tmp_path / "a/b"), "test://x").make_folder()
@@ -132,7 +132,7 @@ class TestFolders:
         assert [entry.name for entry in store.entries()] == ["a"]
 
 
-class TestListing:
+class TestListing(OnBlobs):
     def test_only_exact_children_are_listed(self, store: FsspecStore, blobs: BlobFileSystem) -> None:
         """Deeper objects, sub-folders, folder markers and objects beside the folder are left out."""
         for key in ("run/a", "run/b[1]", "run/sub/c", "runx", "run/marker/"):
@@ -199,6 +199,26 @@ class TestListing:
         assert [(entry.name, entry.size) for entry in store.entries()] == [("a", 2)]
         assert fs.refreshed == [True, True]
 
+    def test_a_cache_that_cannot_be_refreshed_is_dropped(self) -> None:
+        """Where listing has no such option, what the filesystem remembers of the folder is dropped before it lists."""
+
+        class Remembering(BlobFileSystem):
+            cache: list[dict[str, Any]] | None = None
+
+            def ls(self, path: str, detail: bool = True) -> list[dict[str, Any]]:
+                self.cache = super().ls(path) if self.cache is None else self.cache
+                return self.cache
+
+            def invalidate_cache(self, path: str | None = None) -> None:
+                self.cache = None if path == "bucket/run" else self.cache
+
+        fs = Remembering()
+        fs.blobs["bucket/run/a"] = b"1"
+        store = FsspecStore(fs, "bucket/run", "blob://bucket/run")
+        assert [entry.name for entry in store.entries()] == ["a"]
+        fs.blobs["bucket/run/b"] = b"1"
+        assert [entry.name for entry in store.entries()] == ["a", "b"]
+
     @pytest.mark.parametrize(
         ("fields", "modified"),
         [
@@ -235,7 +255,7 @@ class TestListing:
             store.now()
 
 
-class TestReading:
+class TestReading(OnBlobs):
     def test_an_object_above_the_limit_is_not_fetched(self, store: FsspecStore, blobs: BlobFileSystem) -> None:
         """An object whose size is above the limit is refused by its size; one that grew, after the limit's bytes."""
         blobs.blobs["bucket/run/a"] = b"x" * 11
@@ -280,7 +300,7 @@ class TestReading:
             FsspecStore(LocalFileSystem(), str(tmp_path), "test://x").size("sub")
 
 
-class TestDelete:
+class TestDelete(OnBlobs):
     def test_one_that_stays_does_not_save_the_others(self, store: FsspecStore, blobs: BlobFileSystem) -> None:
         """Missing names are fine; where one cannot be removed the others are, and it is named."""
         blobs.blobs = {f"bucket/run/{name}": b"" for name in ("a", "b", "c")}

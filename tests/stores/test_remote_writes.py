@@ -16,10 +16,10 @@ from dcp_storage.errors import (
 )
 from dcp_storage.store import Atomicity
 from dcp_storage.stores.remote import FsspecStore
-from tests.stores.blob_kit import BLOCK, BlobFile, BlobFileSystem, DiscardingFile, PipingFileSystem
+from tests.stores.blob_kit import BLOCK, BlobFile, BlobFileSystem, DiscardingFile, OnBlobs, PipingFileSystem
 
 
-class TestUpload:
+class TestUpload(OnBlobs):
     @pytest.mark.parametrize("early", [False, True])
     @pytest.mark.parametrize("file", [BlobFile, DiscardingFile])
     def test_a_failure_half_way_leaves_nothing(self, early: bool, file: type[BlobFile]) -> None:
@@ -162,7 +162,7 @@ class TestUpload:
         assert list(tmp_path.iterdir()) == []
 
 
-class TestPutAndCreate:
+class TestPutAndCreate(OnBlobs):
     @pytest.mark.parametrize("early", [False, True])
     def test_a_put_that_fails_leaves_nothing(self, early: bool) -> None:
         """A put whose second chunk fails leaves no part of it visible, then or when the file is collected."""

