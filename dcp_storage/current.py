@@ -79,7 +79,7 @@ def _read_commit(store: Store, number: int) -> Current | None:
         commit = decode_commit(store.read(name, limit=MAX_COMMIT), path=store.url, file=name)
     except (ObjectNotFoundError, CorruptCheckpointError, UntrustedDataError):
         return None  # a body that fails its check is absent to readers; so is one that was swept since the listing
-    return Current(number, commit)
+    return Current(number, commit) if commit.number == number else None  # a copy of another number's body is not it
 
 
 def _probe(store: Store) -> Current | None:

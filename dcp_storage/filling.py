@@ -11,6 +11,7 @@ import torch
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from dcp_storage.errors import CheckpointError, CorruptCheckpointError, portable
+from dcp_storage.extensions import untransformed
 from dcp_storage.pickles import reserialized
 from dcp_storage.reading import LoadSteps
 from dcp_storage.records import ItemRecord
@@ -29,6 +30,7 @@ class Finish:
         path: the checkpoint, for errors.
         trusted_globals: what objects may use beyond the safe list.
         steps: how objects are loaded.
+        limit: most bytes that an item may have once its stream extensions are undone.
     """
 
     planner: LoadPlanner
@@ -37,6 +39,7 @@ class Finish:
     path: str
     trusted_globals: Sequence[Any]
     steps: LoadSteps
+    limit: int
 
     def as_object(self, data: torch.Tensor | memoryview) -> None:
         """Loads a Python object by the allow-list and hands it over, serialised anew by us."""
@@ -60,24 +63,21 @@ class Finish:
                     path=self.path,
                     key=key,
                 )
-            for dim, (first, count) in enumerate(zip(self.item.storage_offsets, self.item.lengths, strict=True)):
-                value = value.narrow(dim, first, count)
             target = resolve(self.planner, self.item, self.path, key)
+            if value.layout is not torch.strided and target.layout is torch.strided:
+                value = value.to_dense()  # no part can be taken out of a sparse tensor
+            for dim, (first, count) in enumerate(zip(self.item.storage_offsets, self.item.lengths, strict=True)):
+                if (first, count) != (0, value.shape[dim]):
+                    value = value.narrow(dim, first, count)
             target.copy_(value)
         self._tell(lambda: self.planner.commit_tensor(self.item, target), "planner.commit_tensor")
 
     def _untransformed(self, data: torch.Tensor | memoryview) -> memoryview:
         if isinstance(data, torch.Tensor):
             raise CheckpointError("An object came as a tensor.", path=self.path, kind="protocol")
-        if self.record.transforms:
-            raise CheckpointError(
-                f"{self.path}: {self.item.dest_index.fqn!r} was saved through stream extensions "
-                f"({', '.join(self.record.transforms)}), which are not read.",
-                path=self.path,
-                key=self.item.dest_index.fqn,
-                kind="unsupported",
-            )
-        return data
+        return untransformed(
+            data, self.record.transforms, limit=self.limit, path=self.path, key=self.item.dest_index.fqn
+        )
 
     def _tell(self, call: Any, doing: str) -> None:
         try:

@@ -121,7 +121,7 @@ class _Pipeline:
         self.part_size = part_size
         self.check = check
         self.received = received
-        self.joiner: Coalescer[_Piece] = Coalescer(max_gap if store.remote else 0, part_size)
+        self.joiner: Coalescer[_Piece] = Coalescer(max_gap, part_size)
         self.slots = threading.BoundedSemaphore(in_flight)
         self.futures: list[Future[None]] = []
         self.finished: queue.SimpleQueue[_Item] = queue.SimpleQueue()
@@ -162,7 +162,8 @@ class _Pipeline:
         size = dtype.itemsize
         stride = record.stride or contiguous_stride(record.shape)
         direct = is_direct(target, dtype)
-        limit = max(self.part_size, self.budget.total // 4)
+        # Never less than a block: each strip widens to whole blocks, and would read the same ones again.
+        limit = max(self.part_size, self.budget.total // 4, record.block if record.blocks else 1)
         for strip in strips(stride, size, wanted.offsets, wanted.lengths, (1 << 62) if direct else limit):
             start, stop = align(strip.start, strip.stop, record.block if record.blocks else 1, length)
             needed = size * product(strip.lengths)

@@ -113,9 +113,7 @@ def _counter(counts: Any = None) -> Counter[Any]:
 def _fraction(numerator: Any, denominator: Any = 1) -> fractions.Fraction:
     if type(numerator) is str:  # Python before 3.12 writes it as text; Fraction would also take "1e1000000000"
         head, _, tail = numerator.partition("/")
-        if not head.removeprefix("-").isdecimal() or not (not tail or tail.isdecimal()):
-            raise NotAllowedError("not a fraction")
-        numerator, denominator = int(head), int(tail or "1")
+        numerator, denominator = int(head), int(tail or "1")  # which end at the digits that Python converts
     _only(int, numerator, denominator)
     return fractions.Fraction(numerator, denominator)
 

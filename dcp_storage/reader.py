@@ -19,9 +19,14 @@ from torch.futures import Future
 from dcp_storage import load
 from dcp_storage.budget import Budget
 from dcp_storage.current import blame, read_current
-from dcp_storage.errors import CheckpointError, CheckpointReplacedError, CorruptCheckpointError
+from dcp_storage.errors import (
+    CheckpointError,
+    CheckpointReplacedError,
+    CorruptCheckpointError,
+    InvalidLocationError,
+)
 from dcp_storage.filling import Finish, resolve
-from dcp_storage.options import LoadOptions, LoadReport
+from dcp_storage.options import KIB, LoadOptions, LoadReport
 from dcp_storage.reading import RANK_BY_RANK, Checkpoint, LoadSteps, read_checkpoint, read_rank_checkpoint
 from dcp_storage.records import ItemRecord
 from dcp_storage.session import Opened, OpenStore, Pointer, guard, open_folder, phase
@@ -50,7 +55,7 @@ class Seen:
 class _Load:
     """One load in one thread."""
 
-    location: Location
+    location: Location | None
     report: LoadReport
     opened: Opened | None = None
     checkpoint: Checkpoint | None = None
@@ -165,7 +170,11 @@ class FsspecStorageReader(StorageReader):
         :meth:`set_up_storage_reader` raises it typed on all ranks. Only where the ranks saved without collectives it
         raises, and torch calls it again with the rank.
         """
-        location = self._pointer.get("reader")
+        try:
+            location = self._pointer.get("reader")
+        except InvalidLocationError as error:
+            self._own.load = _Load(None, LoadReport(""), error=error)
+            return _Unreadable(error)
         current = _Load(location, LoadReport(location.url))
         self._own.load = current
         try:
@@ -227,9 +236,9 @@ class FsspecStorageReader(StorageReader):
                     continue
                 if (seen.number, seen.identity) != (checkpoint.number, checkpoint.identity):
                     raise CheckpointReplacedError(
-                        f"{current.location.url}: another save committed while the ranks were beginning to load: they "
+                        f"{current.report.path}: another save committed while the ranks were beginning to load: they "
                         f"read commit {checkpoint.number} and commit {seen.number}. Load again.",
-                        path=current.location.url,
+                        path=current.report.path,
                     )
                 wanted.update(seen.files)
             self._steps.check_sizes(_opened(current).store, checkpoint, wanted)
@@ -250,7 +259,7 @@ class FsspecStorageReader(StorageReader):
                     wanted,
                     budget=self._budget,
                     counters=current.counters,
-                    part_size=min(self.options.part_size, self.options.memory_budget),
+                    part_size=max(min(self.options.part_size, self.options.memory_budget), 64 * KIB),
                     max_gap=self.options.max_gap,
                     max_concurrency=self.options.max_concurrency,
                     check=self._steps.check_blocks,
@@ -302,8 +311,10 @@ class FsspecStorageReader(StorageReader):
     def _wanted(self, current: _Load, checkpoint: Checkpoint, item: ReadItem, planner: LoadPlanner) -> load.Wanted:
         record = _record(checkpoint, item)
         key = item.dest_index.fqn
-        path = current.location.url
-        finish = Finish(planner, item, record, path, self.options.trusted_globals, self._steps)
+        path = current.report.path
+        finish = Finish(
+            planner, item, record, path, self.options.trusted_globals, self._steps, checkpoint.limit_of(record)
+        )
         if item.type == LoadItemType.BYTE_IO:
             return load.Wanted(checkpoint.file_of(record), record, None, None, None, finish.as_object)
         return load.Wanted(
@@ -320,13 +331,13 @@ def _known(current: _Load) -> Checkpoint:
     if current.error is not None:
         raise current.error
     if current.checkpoint is None:
-        raise CheckpointError("read_metadata comes first.", path=current.location.url, kind="protocol")
+        raise CheckpointError("read_metadata comes first.", path=current.report.path, kind="protocol")
     return current.checkpoint
 
 
 def _opened(current: _Load) -> Opened:
     if current.opened is None:
-        raise CheckpointError("read_metadata comes first.", path=current.location.url, kind="protocol")
+        raise CheckpointError("read_metadata comes first.", path=current.report.path, kind="protocol")
     return current.opened
 
 

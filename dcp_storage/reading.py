@@ -12,16 +12,20 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_storage import names
+from dcp_storage.codec import dtype_named
 from dcp_storage.current import blame, check_sizes, list_commits, nothing_committed, read_current, read_manifest
 from dcp_storage.errors import CorruptCheckpointError, NotCommittedError, ObjectNotFoundError
 from dcp_storage.lone import holds_lone_ranks, read_rank
 from dcp_storage.pickles import load_metadata, load_object
-from dcp_storage.placing import Check, check_blocks
-from dcp_storage.records import ItemRecord, Manifest
+from dcp_storage.placing import Check, check_blocks, product
+from dcp_storage.records import ItemRecord, Manifest, TensorEntry
 from dcp_storage.store import Store
 from dcp_storage.torchview import manifest_from_stock
 
 __all__ = ["RANK_BY_RANK", "Checkpoint", "LoadSteps", "read_checkpoint", "read_rank_checkpoint", "sizes_of_files"]
+
+_LARGEST_OBJECT = 1 << 30
+_OVERHEAD = 1 << 20  # what torch.save puts around a tensor, generously
 
 RANK_BY_RANK = "rank-by-rank"
 """The kind of the error that says that every rank has to read its own metadata."""
@@ -56,6 +60,15 @@ class Checkpoint:
     def file_of(self, item: ItemRecord) -> str:
         """The name of the file that an item is in."""
         return self.manifest.files[item.file].name
+
+    def limit_of(self, item: ItemRecord) -> int:
+        """Most bytes that an item can have once its stream extensions are undone: those of its tensor and some more."""
+        entry = self.manifest.entries.get(item.key)
+        dtype = dtype_named(entry.dtype) if isinstance(entry, TensorEntry) else None
+        if not isinstance(entry, TensorEntry) or dtype is None:
+            return _LARGEST_OBJECT
+        sizes = [product(chunk.sizes) for chunk in entry.chunks]
+        return max(sizes, default=0) * dtype.itemsize + _OVERHEAD
 
 
 def read_checkpoint(store: Store, *, require_commit: bool, trusted_globals: Sequence[Any] = ()) -> Checkpoint:

@@ -7,6 +7,7 @@ places and counts by :func:`decode_manifest`. Unknown fields are ignored; a high
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterable
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
@@ -295,12 +296,47 @@ def decode_manifest(data: bytes, *, path: str, file: str) -> Manifest:
         fault = _item_fault(item, manifest)
         if fault:
             raise _corrupt(path, file, f"an item with {fault}", key=item.key)
+    chunks: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {}
     for key, entry in manifest.entries.items():
         if isinstance(entry, TensorEntry):
-            for chunk in entry.chunks:
-                if not _inside(chunk, entry.size):
-                    raise _corrupt(path, file, "a chunk outside its tensor", key=key)
+            chunks[key] = {chunk.offsets: chunk.sizes for chunk in entry.chunks}
+            if not all(_inside(chunk, entry.size) for chunk in entry.chunks):
+                raise _corrupt(path, file, "a chunk outside its tensor", key=key)
+    for item in manifest.items:
+        if item.shape is not None and chunks.get(item.key, {}).get(item.offsets or ()) not in (None, item.shape):
+            raise _corrupt(path, file, "an item whose shape is not that of its chunk", key=item.key)
+    _check_overlaps(manifest, path, file)
     return manifest
+
+
+def _check_overlaps(manifest: Manifest, path: str, file: str) -> None:
+    ends = [0] * len(manifest.files)
+    items: Iterable[ItemRecord] = manifest.items
+    for ordered in (False, True):  # nearly always they come in the order of their places
+        overlap = None
+        for item in items:
+            if item.offset < ends[item.file] and item.length:
+                overlap = item
+                break
+            ends[item.file] = item.offset + item.length
+        if overlap is None:
+            return
+        if ordered:
+            raise _corrupt(path, file, "items that overlap", key=overlap.key)
+        ends = [0] * len(manifest.files)
+        items = sorted(manifest.items, key=lambda i: (i.file, i.offset, i.offset + i.length))
+
+
+def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether strides fill a run of as many elements as the shape has, each place once."""
+    expected = 1
+    for step, size in sorted(zip(stride, shape, strict=True)):
+        if size == 1:
+            continue
+        if step != expected:
+            return False
+        expected *= size
+    return True
 
 
 def _inside(chunk: Chunk, size: tuple[int, ...]) -> bool:
@@ -322,6 +358,13 @@ def _item_fault(item: ItemRecord, manifest: Manifest) -> str | None:
         return "a dtype without a shape, or the reverse"
     if item.stride is not None and (item.shape is None or len(item.stride) != len(item.shape)):
         return "strides that do not fit its shape"
+    if (
+        item.stride is not None
+        and item.shape is not None
+        and 0 not in item.shape
+        and not _is_dense(item.shape, item.stride)
+    ):
+        return "strides that leave holes"
     return None
 
 

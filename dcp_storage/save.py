@@ -103,6 +103,8 @@ class _Pipeline:
         self.files: list[_File] = []
         self.futures: list[Future[None]] = []
         self.failed = threading.Event()
+        self._first: BaseException | None = None  # by time, not by place in the plan
+        self._lock = threading.Lock()
 
     def write_file(self, name: str, sources: Sequence[Source]) -> None:
         """Serialises a file's items on this thread and hands its parts to the pool."""
@@ -148,8 +150,8 @@ class _Pipeline:
                 elif size:
                     file.upload.write_part(number, offset, part.buffers, crc32=sums.crc32)
                 self.sent(size)
-            except BaseException:
-                self.failed.set()
+            except BaseException as error:
+                self._fail(error)
                 raise
             finally:
                 part.buffers = []
@@ -165,10 +167,15 @@ class _Pipeline:
                 self.futures.append(self.pool.submit(file.upload.complete))
         self._await()
 
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            self._first = self._first or error
+        self.failed.set()
+
     def _await(self) -> None:
         errors = [future.exception() for future in self.futures]
         self.futures = []
-        for error in errors:
+        for error in (self._first, *errors):
             if error is not None:
                 raise error
 

@@ -15,5 +15,5 @@ __all__ = ["bucket", "ministack", "moto", "ranks", "seaweedfs"]
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """A pool that runs a function on any number of real gloo ranks."""
-    with RankPool() as pool:
+    with RankPool(preload=("pytest", "dcp_storage")) as pool:
         yield pool

@@ -28,7 +28,7 @@ LAYERS = tuple(
     stores.local stores.memory stores.s3_upload
     stores.remote stores.s3 stores.gcs
     stores.opening
-    codec wrappers pickles_stack pickles_shape pickles_zip
+    codec extensions wrappers pickles_stack pickles_shape pickles_zip
     checksums counting pickles_machine placing
     pickles_tensors pickles_numpy
     pickles_safe

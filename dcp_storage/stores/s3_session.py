@@ -17,6 +17,8 @@ from aiobotocore.httpsession import AIOHTTPSession
 from fsspec.config import apply_config
 from s3fs import S3FileSystem
 
+from dcp_storage.errors import InvalidLocationError
+
 __all__ = ["OneTrySession", "S3Client", "S3Session", "s3fs_options"]
 
 T = TypeVar("T")
@@ -138,8 +140,8 @@ class S3Session:
 
         async def run() -> T:
             try:
-                await filesystem.set_session()
-                return await work(S3Client(await filesystem.get_s3(self._bucket), filesystem))
+                client = await self._connected(filesystem)
+                return await work(client)
             finally:
                 ended.set()
 
@@ -151,6 +153,23 @@ class S3Session:
             if future.cancel():
                 ended.wait(CANCEL_WAIT)
             raise
+
+    async def _connected(self, filesystem: Any) -> S3Client:
+        """The client; s3fs looks at most of its options only now.
+
+        Raises:
+            InvalidLocationError: an option that s3fs or botocore does not take.
+        """
+        try:
+            await filesystem.set_session()
+            return S3Client(await filesystem.get_s3(self._bucket), filesystem)
+        except (TypeError, ValueError) as error:
+            raise InvalidLocationError(
+                f"The bucket {self._bucket!r} cannot be opened with these storage_options "
+                f"({type(error).__name__}: {error}).",
+                path=f"s3://{self._bucket}",
+                cause=error,
+            ) from error
 
     def close(self) -> None:
         """Lets go of the filesystem. fsspec keeps it for other users of the same options; it closes it at exit."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from dcp_storage import names
@@ -11,8 +12,11 @@ from dcp_storage.commit import Attempt, Steps, begin, publish
 from dcp_storage.errors import CheckpointError, CommitUnknownError
 from dcp_storage.records import BytesEntry, FileRecord, ItemRecord, Manifest
 from dcp_storage.store import Store
+from dcp_storage.testing.dictstore import DictStore
+from dcp_storage.wrappers import Request
+from tests.protocol.oracle import files_of, highest
 
-__all__ = ["Saver", "body_of", "commit_now", "contents"]
+__all__ = ["Saver", "body_of", "commit_now", "contents", "loaded_by", "once"]
 
 _SIZE = 32
 
@@ -100,3 +104,24 @@ def commit_now(store: Store, author: str, *, overwrite: bool = False) -> Attempt
 def contents(files: dict[str, bytes], only: Sequence[str]) -> set[str]:
     """Whose content the named files have."""
     return {files[name].decode().rstrip(".") for name in only}
+
+
+def loaded_by(store: DictStore) -> set[str] | None:
+    """Whose files the committed checkpoint has; None where nothing is committed. Raises where it is not whole."""
+    files = files_of(store)
+    _, said = highest(files)
+    if said is None or said["state"] == "void":
+        return None
+    manifest = json.loads(files[said["manifest"]["name"]])
+    return contents(files, [record["name"] for record in manifest["files"]])
+
+
+def once(operation: str, name: str, action: Callable[[], object]) -> Callable[[Request], None]:
+    """A hook that acts at the first request of an operation on a name."""
+    left = [action]
+
+    def hook(request: Request) -> None:
+        if left and (request.operation, request.name) == (operation, name):
+            left.pop()()
+
+    return hook

@@ -1,39 +1,28 @@
-"""Claim, commit and what becomes of a commit whose reply was lost."""
+"""The claim, what is refused, and what publishing does before and after the commit."""
 
 from __future__ import annotations
 
 import dataclasses
 import errno
-import json
-import os
-from collections.abc import Callable
-from pathlib import Path
 
-import msgspec
 import pytest
+import torch
 
 from dcp_storage.commit import Attempt, Steps, begin, remove_replaced
-from dcp_storage.commit_object import create_commit, new_commit
 from dcp_storage.errors import (
     CheckpointExistsError,
-    CommitUnknownError,
     CorruptCheckpointError,
     StoreError,
 )
 from dcp_storage.fence import delete_folder
-from dcp_storage.records import ManifestRef, encode_commit
 from dcp_storage.store import Atomicity, Store, WrappedStore
-from dcp_storage.stores.local import LocalStore
-from dcp_storage.stores.local_syscalls import Syscalls
 from dcp_storage.testing.dictstore import DictStore
 from dcp_storage.testing.faulty import Fault, FaultyStore
-from dcp_storage.wrappers import Request
-from tests.protocol.acting import Saver, body_of, commit_now, contents
-from tests.protocol.oracle import Hooked, files_of, highest
+from tests.protocol.acting import Saver, body_of, commit_now, loaded_by, once
+from tests.protocol.oracle import Hooked, files_of, highest, loaded, save_to, writer_on
 
 A, B = "aaaaaaaaaaaaaaaa", "bbbbbbbbbbbbbbbb"
 PLAIN = {"__0_0.distcp", "__1_0.distcp"}
-COMMIT = r"\.commit(\.\d+)?"
 
 
 @pytest.fixture(autouse=True)
@@ -117,7 +106,7 @@ def test_who_loses_the_claim_takes_tokens_and_leaves_it() -> None:
     store = DictStore()
     first, second = Saver(store, A), Saver(store, B)
     # The second lists the clean folder, then the first claims it, then the second wants to.
-    hooked = Hooked(store, before=_once("create", ".claim", first.begin))
+    hooked = Hooked(store, before=once("create", ".claim", first.begin))
     second.store = hooked
     second.begin()
     assert first.attempt is not None
@@ -136,7 +125,7 @@ def test_who_loses_the_claim_takes_tokens_and_leaves_it() -> None:
 def test_the_second_listing_sees_what_came_before_the_claim() -> None:
     """Files that appear between the first listing and the claim mean tokens, though the claim is ours."""
     store = DictStore()
-    hooked = Hooked(store, before=_once("create", ".claim", lambda: put(store, "__5_0.distcp")))
+    hooked = Hooked(store, before=once("create", ".claim", lambda: put(store, "__5_0.distcp")))
     saver = Saver(hooked, A)
     attempt = saver.save()
     assert (attempt.plain, attempt.claimed) == (False, True)
@@ -256,26 +245,6 @@ def test_a_store_that_is_not_atomic_gets_tokens_and_a_commit_that_says_so() -> N
 # -- publishing --------------------------------------------------------------------------------------------------------
 
 
-def loaded_by(store: DictStore) -> set[str] | None:
-    """Whose files the committed checkpoint has; None where nothing is committed. Raises where it is not whole."""
-    files = files_of(store)
-    _, said = highest(files)
-    if said is None or said["state"] == "void":
-        return None
-    manifest = json.loads(files[said["manifest"]["name"]])
-    return contents(files, [record["name"] for record in manifest["files"]])
-
-
-def _once(operation: str, name: str, action: Callable[[], object]) -> Callable[[Request], None]:
-    left = [action]
-
-    def hook(request: Request) -> None:
-        if left and (request.operation, request.name) == (operation, name):
-            left.pop()()
-
-    return hook
-
-
 @pytest.mark.parametrize("found", [None, 31, 33])
 def test_a_file_that_is_not_as_reported_fails_the_save(found: int | None) -> None:
     """A reported file that is missing, short or long where the coordinator looks: named, with both sizes, no commit."""
@@ -360,184 +329,26 @@ def test_an_old_manifest_that_is_gone_is_a_warning() -> None:
     assert loaded_by(store) == {B}
 
 
-# -- replies that were lost --------------------------------------------------------------------------------------------
-
-
-def test_a_lost_reply_of_a_commit_that_was_made_is_a_success() -> None:
-    """The token that is read back is ours: the save has committed, by one create."""
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_nothing_is_taken_back_once_the_commit_is_there() -> None:
+    """A step that fails after the commit cannot uncommit: the writer deletes nothing of a checkpoint that stands."""
     store = DictStore()
-    faulty = FaultyStore(store, [Fault("create", name=COMMIT, when="lost")])
-    attempt = commit_now(faulty, A)
-    assert attempt.committed
-    assert loaded_by(store) == {A}
+    writer = writer_on(store)
+
+    def fail(attempt: Attempt) -> None:
+        raise StoreError("later", operation="put")
+
+    writer._steps = dataclasses.replace(writer._steps, publish=(*writer._steps.publish, fail))
+    assert isinstance(save_to(writer, {"w": torch.ones(3)}), StoreError)
+    values = loaded(files_of(store))
+    assert values is not None
+    assert values["w"].tolist() == [1, 1, 1]
 
 
-def test_a_create_that_never_arrived_is_made_again() -> None:
-    """An ambiguous error with nothing there: the commit is tried again and succeeds."""
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_commit_that_is_refused_takes_the_writers_files_back() -> None:
+    """After a failure before the commit the writer leaves its claim and nothing else (invariant I4)."""
     store = DictStore()
-    faulty = FaultyStore(store, [Fault("create", name=COMMIT, when="late")])
-    attempt = commit_now(faulty, A)
-    assert attempt.committed
-    assert loaded_by(store) == {A}
-    assert faulty.deliver_late() == 1
-    assert len(faulty.late_errors) == 1
-    assert loaded_by(store) == {A}
-
-
-def test_a_create_that_lands_late_is_recognised_as_ours() -> None:
-    """The first create lands between two tries: the second finds the name taken, and the token is ours."""
-    store = DictStore()
-    faulty = FaultyStore(store, [Fault("create", name=COMMIT, when="late", late_after=2)])
-    attempt = commit_now(faulty, A)
-    assert attempt.committed
-    assert faulty.late_errors == []
-    assert loaded_by(store) == {A}
-
-
-def test_a_lost_reply_while_another_commits_is_a_defeat() -> None:
-    """Ours never landed and another took the number: the save fails, the other's checkpoint is untouched."""
-    store = DictStore()
-    commit_now(store, "c" * 16)
-    saver = Saver(store, A, overwrite=True)
-    saver.begin()
-    saver.write()
-    rival = Saver(store, B, overwrite=True)
-    late = FaultyStore(store, [Fault("create", name=COMMIT, when="late")])
-    saver.store = Hooked(late, before=_once("read", ".commit.2", rival.save))
-    assert saver.attempt is not None
-    saver.attempt.store = saver.store
-    with pytest.raises(CheckpointExistsError):
-        saver.publish()
-    assert late.deliver_late() == 1
-    assert loaded_by(store) == {B}
-
-
-@pytest.mark.parametrize("when", ["lost", "late"])
-def test_a_commit_that_cannot_be_looked_at_is_unknown_and_nothing_is_deleted(when: str) -> None:
-    """No reply and no read-back: CommitUnknownError; every file of the attempt stays, for the commit may be there."""
-    store = DictStore()
-    faults = [
-        Fault("create", nth=None, name=COMMIT, when=when),  # type: ignore[arg-type]
-        Fault("read", nth=None, name=COMMIT),
-    ]
-    faulty = FaultyStore(store, faults)
-    with pytest.raises(CommitUnknownError) as caught:
-        commit_now(faulty, A)
-    assert (caught.value.key, caught.value.path) == (".commit", "dict://folder")
-    assert {*PLAIN, ".manifest", ".claim"} <= set(files_of(store))
-    faulty.deliver_late()
-    assert loaded_by(store) == {A}
-
-
-def test_a_commit_that_never_arrives_is_unknown_after_a_few_tries() -> None:
-    """Every create is lost on its way and may still land: unknown, not failed, and a late one is then whole."""
-    store = DictStore()
-    faulty = FaultyStore(store, [Fault("create", nth=None, name=COMMIT, when="late")])
-    with pytest.raises(CommitUnknownError):
-        commit_now(faulty, A)
-    assert highest(files_of(store)) == (0, None)
-    assert 2 <= len(faulty.fired) <= 10
-    faulty.deliver_late()
-    assert loaded_by(store) == {A}
-
-
-def test_a_doubt_is_not_forgotten_when_a_later_try_is_refused() -> None:
-    """After a create without a reply, a plain refusal of the next one does not make the outcome known."""
-    store = DictStore()
-    faults = [
-        Fault("create", name=COMMIT, when="late"),
-        Fault("create", nth=None, name=COMMIT, error=lambda: StoreError("no", operation="create", errno=errno.EACCES)),
-    ]
-    faulty = FaultyStore(store, faults)
-    with pytest.raises(CommitUnknownError):
-        commit_now(faulty, A)
-    assert set(files_of(store)) >= {*PLAIN, ".manifest"}
-    faulty.deliver_late()
-    assert loaded_by(store) == {A}
-
-
-def test_a_plain_refusal_is_a_failure_that_takes_its_files_back() -> None:
-    """An error that leaves no doubt (no right, no space) is raised as it is, and what was written is removed."""
-    store = DictStore()
-    full = Fault("create", name=COMMIT, error=lambda: StoreError("full", operation="create", errno=errno.ENOSPC))
-    with pytest.raises(StoreError) as caught:
-        commit_now(FaultyStore(store, [full]), A)
-    assert caught.value.errno == errno.ENOSPC
+    no = Fault("create", name=r"\.commit", error=lambda: StoreError("no", operation="create", errno=errno.EACCES))
+    assert isinstance(save_to(writer_on(FaultyStore(store, [no])), {"w": torch.ones(3)}), StoreError)
     assert set(files_of(store)) == {".claim"}
-
-
-def test_a_passing_refusal_is_tried_again() -> None:
-    """A 503 that leaves no doubt is followed by another create."""
-    store = DictStore()
-    busy = [
-        Fault("create", nth=n, name=COMMIT, error=lambda: StoreError("503", operation="create", transient=True))
-        for n in (1, 2)
-    ]
-    assert commit_now(FaultyStore(store, busy), A).committed
-    assert loaded_by(store) == {A}
-
-
-@pytest.mark.parametrize("body", [b"", b"{", encode_commit(new_commit(1, A, manifest=None))[:-3]])
-def test_a_torn_commit_under_our_number_is_anothers(body: bytes) -> None:
-    """A body that does not check is no commit of ours: the number is taken and the save loses."""
-    store = DictStore()
-    saver = Saver(store, A)
-    saver.begin()
-    saver.write()
-    put(store, ".commit", body)
-    with pytest.raises(CheckpointExistsError):
-        saver.publish()
-    assert files_of(store)[".commit"] == body
-
-
-def test_a_commit_of_a_later_format_under_our_number_is_anothers() -> None:
-    """A later version took the number: the save loses instead of guessing."""
-    store = DictStore()
-    saver = Saver(store, A)
-    saver.begin()
-    saver.write()
-    later = encode_commit(msgspec.structs.replace(new_commit(1, A, manifest=None), format=2))
-    put(store, ".commit", later)
-    with pytest.raises(CheckpointExistsError):
-        saver.publish()
-    assert files_of(store)[".commit"] == later
-
-
-def test_a_commit_whose_name_is_not_durable_is_not_reported_as_made(tmp_path: Path) -> None:
-    """The commit's name is there and syncing its folder failed: success is only said once a sync has gone through."""
-    synced: list[str] = []
-    state = {"linked": False, "failed": False}
-
-    def link(existing: str, new: str) -> None:
-        os.link(existing, new)
-        state["linked"] = True
-
-    def fsync(fd: int) -> None:
-        if state["linked"] and not state["failed"]:
-            state["failed"] = True
-            raise OSError(errno.EIO, "the disk did not answer")
-        os.fsync(fd)
-        if state["linked"]:
-            synced.append("folder")
-
-    store = LocalStore(tmp_path, calls=dataclasses.replace(Syscalls(), link=link, fsync=fsync))
-    commit = new_commit(1, A, manifest=ManifestRef(".manifest", 1, 1))
-    try:
-        create_commit(store, commit)
-    except CommitUnknownError:
-        return
-    assert state["failed"]
-    assert synced
-
-
-def test_two_commits_of_one_number_have_one_winner() -> None:
-    """Of two attempts at one number one returns and the other is told that it lost."""
-    store = DictStore()
-    ref = ManifestRef(".manifest", 1, 1)
-    create_commit(store, new_commit(3, A, manifest=ref))
-    with pytest.raises(CheckpointExistsError) as caught:
-        create_commit(store, new_commit(3, B, manifest=ref))
-    assert caught.value.key == ".commit.3"
-    said = highest(files_of(store))[1]
-    assert said is not None
-    assert said["author"] == A

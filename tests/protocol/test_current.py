@@ -25,13 +25,15 @@ from dcp_storage.errors import (
     ObjectNotFoundError,
     StoreError,
 )
+from dcp_storage.fence import delete_folder
+from dcp_storage.reading import read_checkpoint
 from dcp_storage.records import ManifestRef, encode_commit
 from dcp_storage.store import Entry, Store
 from dcp_storage.testing.dictstore import DictStore
 from dcp_storage.testing.faulty import FailingListing, Fault, FaultyStore
 from dcp_storage.testing.recording import RecordingStore
-from tests.protocol.acting import body_of, commit_now
-from tests.protocol.oracle import files_of, reader_on, save_to, writer_on
+from tests.protocol.acting import body_of, commit_now, once
+from tests.protocol.oracle import Hooked, files_of, reader_on, save_to, writer_on
 
 A, B = "aaaaaaaaaaaaaaaa", "bbbbbbbbbbbbbbbb"
 
@@ -321,6 +323,14 @@ def test_blame_is_found_without_the_right_to_list() -> None:
     assert blame(FailingListing(store), 1, GONE) is GONE
     put_commit(store, 2, B)
     assert isinstance(blame(FailingListing(store), 1, GONE), CheckpointReplacedError)
+
+
+def test_a_checkpoint_replaced_between_commit_and_manifest_is_said_to_be_replaced() -> None:
+    """A reader that read the commit, and finds its manifest gone after a delete, is told to load again."""
+    store, _ = saved()
+    hooked = Hooked(store, before=once("read", ".manifest", lambda: delete_folder(store)))
+    with pytest.raises(CheckpointReplacedError):
+        read_checkpoint(hooked, require_commit=True)
 
 
 # -- nothing committed -------------------------------------------------------------------------------------------------

@@ -12,9 +12,8 @@ from dcp_storage.reading import read_checkpoint, sizes_of_files
 from dcp_storage.store import Store
 from dcp_storage.testing.dictstore import DictStore
 from dcp_storage.wrappers import Request
-from tests.protocol.acting import commit_now
+from tests.protocol.acting import commit_now, loaded_by
 from tests.protocol.oracle import Hooked, Killed, files_of
-from tests.protocol.test_commit import loaded_by
 
 A, B, C = "aaaaaaaaaaaaaaaa", "bbbbbbbbbbbbbbbb", "cccccccccccccccc"
 

@@ -165,6 +165,14 @@ class TestListing:
             folder.set(name, b"1")
         assert sorted(entry.name for entry in store.entries()) == names
 
+    def test_sub_folders_cost_nothing(self, server: GcsServer, folder: GcsFolder, store: GcsStore) -> None:
+        """What lies in sub-folders is not paged through."""
+        for number in range(1500):
+            folder.set(f"sub/n{number}", b"")
+        folder.set("z", b"1")
+        assert [entry.name for entry in store.entries()] == ["z"]
+        assert len(server.seen) == 1
+
     def test_whole_bucket(self, folder: GcsFolder) -> None:
         """A location without a key is the bucket itself."""
         store = folder.at("").open()
@@ -317,8 +325,10 @@ class TestUpload:
         assert all(is_ours(name) for name in names)
         assert [entry.name for entry in store.open_uploads()] == ["__0_0.distcp"]
         server.hooks = []
-        upload.complete()
+        store.abort_uploads(["__0_0.distcp"])
         assert [entry.name for entry in store.entries()] == ["__0_0.distcp"]
+        upload.complete()
+        assert store.read("__0_0.distcp", limit=99) == b"1" * 33
 
     def test_gap(self, folder: GcsFolder, store: GcsStore) -> None:
         """A missing part number is refused instead of a shorter object."""
