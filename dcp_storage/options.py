@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,17 +96,23 @@ class LoadOptions(_Common):
             you would run. Default none.
 
     Raises:
+        TypeError: an entry of ``trusted_globals`` is none of what it takes.
         ValueError: a value is out of its range.
     """
 
     max_gap: int = 64 * KIB
-    trusted_globals: tuple[type | Callable[..., Any] | str, ...] = ()
+    trusted_globals: Sequence[type | Callable[..., Any] | str] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.max_gap < 0:
             raise ValueError(f"max_gap is in bytes and must not be negative, not {self.max_gap}.")
+        if isinstance(self.trusted_globals, str):
+            raise TypeError('trusted_globals is a sequence, e.g. ["package.module.Name"], not a single string.')
         object.__setattr__(self, "trusted_globals", tuple(self.trusted_globals))
+        for trusted in self.trusted_globals:
+            if not (isinstance(trusted, str) or callable(trusted)):
+                raise TypeError(f"trusted_globals takes classes, functions and dotted names, not {trusted!r}.")
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,6 @@ LAYERS = tuple(
     reading session
     filling
     writer reader
-    tools.opening
-    tools.describe
     """.strip().splitlines()
 )
 """Lowest first. A module imports from layers below its own only; the package's face and the test kit are on top."""

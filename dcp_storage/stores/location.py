@@ -27,8 +27,8 @@ _LOCAL = frozenset({"file", "local"})
 _INSTALL = {
     "s3": "pip install 'dcp-storage[s3]'",
     "s3a": "pip install 'dcp-storage[s3]'",
-    "gs": "pip install gcsfs",
-    "gcs": "pip install gcsfs",
+    "gs": "pip install 'dcp-storage[gcs]'",
+    "gcs": "pip install 'dcp-storage[gcs]'",
 }
 # These answer from copies of their own, which another process's write does not reach (the contract forbids that).
 _CACHES = frozenset({"blockcache", "cached", "filecache", "simplecache"})

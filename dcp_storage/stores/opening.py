@@ -44,6 +44,10 @@ def open_store(
             from dcp_storage.stores.s3 import open_s3
 
             return open_s3(location, options, max_concurrency=max_concurrency)
+        if location.protocol in ("gs", "gcs") and not chained:
+            from dcp_storage.stores.gcs import open_gcs
+
+            return open_gcs(location, options, max_concurrency=max_concurrency)
         return _open_generic(location, options, shown, chained=chained)
     except CheckpointError:
         raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,8 @@ from dcp_storage.testing.ranks import RankPool
 from tests.e2e import Place
 from tests.topology.layouts import Layout, layout_named, layouts
 from tests.topology.source import TENSORS, differing, elements, inverted, whole
+
+State = dict[str, torch.Tensor]
 
 __all__ = ["Tally", "load_into", "save_all"]
 
@@ -66,7 +68,7 @@ class _Meshes:
 
 
 def _placed(name: str, part: torch.Tensor | None, layout: Layout, meshes: _Meshes) -> torch.Tensor:
-    """The tensor of this rank, whose local part is ``part``."""
+    """The tensor of this rank, whose local part is ``part``; None where the rank is not on the mesh."""
     shape, dtype = TENSORS[name]
     local = torch.empty(0, dtype=dtype) if part is None else part.contiguous()
     if part is not None and name in TURNED:
@@ -78,6 +80,20 @@ def _placed(name: str, part: torch.Tensor | None, layout: Layout, meshes: _Meshe
     return DTensor.from_local(local, meshes.of(layout), where, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
+def _state(keys: Sequence[str], parts: Mapping[str, torch.Tensor | None], layout: Layout, meshes: _Meshes) -> State:
+    """The tensors of this rank under each of the keys.
+
+    A rank beside the mesh has the sharded ones, too, with nothing in them, as a job that builds one state everywhere
+    does; but not the one without dimensions, which torch would there take for one of shape (0,).
+    """
+    return {
+        f"{key}/{name}": _placed(name, part, layout, meshes)
+        for key in keys
+        for name, part in parts.items()
+        if part is not None or TENSORS[name][0]
+    }
+
+
 def _part(name: str, layout: Layout, rank: int) -> torch.Tensor | None:
     box = layout.box(TENSORS[name][0], rank)
     return None if box is None else whole(name)[box]
@@ -86,11 +102,9 @@ def _part(name: str, layout: Layout, rank: int) -> torch.Tensor | None:
 def save_ranks(rank: int, world: int, place: Place) -> None:
     """One checkpoint with every tensor in every layout of this number of ranks."""
     meshes = _Meshes()
-    state = {
-        f"{layout.name}/{name}": _placed(name, _part(name, layout, rank), layout, meshes)
-        for layout in layouts(world)
-        for name in TENSORS
-    }
+    state: State = {}
+    for layout in layouts(world):
+        state |= _state([layout.name], {name: _part(name, layout, rank) for name in TENSORS}, layout, meshes)
     dcp.save(state, storage_writer=place.writer(options=SaveOptions(shard_size=1 << 16)))
 
 
@@ -103,11 +117,8 @@ def load_ranks(
     for target in targets:
         layout = layout_named(world, target)
         parts = {name: _part(name, layout, rank) for name in TENSORS}
-        state = {
-            f"{key}/{name}": _placed(name, None if part is None else inverted(part), layout, meshes)
-            for key in saved
-            for name, part in parts.items()
-        }
+        blank = {name: None if part is None else inverted(part) for name, part in parts.items()}
+        state = _state(saved, blank, layout, meshes)
         dcp.load(state, storage_reader=place.reader(options=LoadOptions(part_size=1 << 16)))
         for key in saved:
             compared = wrong = 0

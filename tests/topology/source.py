@@ -16,7 +16,7 @@ TENSORS: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "six-rows": ((6, 4, 3), torch.float16),
     "line": ((13,), torch.complex64),
     "cube": ((7, 5, 6), torch.float64),
-    "flags": ((9, 7), torch.bool),
+    "flags": ((10, 7), torch.bool),
     "eighths": ((11, 10), torch.float8_e4m3fn),
     "few-columns": ((40, 3), torch.int32),
     "wide": ((3, 41), torch.complex128),

@@ -1,1 +1,0 @@
-"""Looking at checkpoints and keeping them: functions that return reports and print nothing."""
