@@ -10,12 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.planner import LoadPlanner
 
 from dcp_storage import CheckpointError, SaveOptions
 from tests.e2e import Place, assert_same, assert_sentence, like
 
-__all__ = ["commit_of", "holds", "load_own", "raised", "save_all", "save_own", "state_of"]
+__all__ = ["commit_of", "holds", "raised", "save_all", "save_own", "state_of"]
 
 E = TypeVar("E", bound=CheckpointError)
 
@@ -40,23 +39,18 @@ def save_all(rank: int, world: int, place: Place, seed: int = 0, label: str | No
     save_own(place, rank, seed, label)
 
 
-def load_own(place: Place, rank: int, planner: LoadPlanner | None = None) -> dict[str, Any]:
-    """What this rank finds."""
-    found: dict[str, Any] = like(state_of(rank))
-    dcp.load(found, storage_reader=place.reader(), planner=planner)
-    return found
-
-
 def holds(rank: int, world: int, place: Place, seed: int = 0) -> None:
     """On a rank: loads its part, which must be what this rank saved."""
-    assert_same(load_own(place, rank), state_of(rank, seed))
+    found = like(state_of(rank))
+    dcp.load(found, storage_reader=place.reader())
+    assert_same(found, state_of(rank, seed))
 
 
 def raised(kind: type[E], call: Callable[[], object]) -> E:
     """The error of ``call``, of exactly this class, raised as it is: no collective wraps it.
 
-    Without collectives torch still ends every save and load with a barrier; who fails takes part in it here, so that
-    the others need not wait for its time-out.
+    Without collectives torch still ends a save, and the reading of a load, with a barrier; who fails takes part in it
+    here, so that the others need not wait for its time-out.
     """
     with pytest.raises(CheckpointError) as caught:
         call()

@@ -136,28 +136,6 @@ def test_one_process_alone(request: pytest.FixtureRequest, kind: str) -> None:
         assert_same(found, small_state(3))
 
 
-def save_apart(rank: int, world: int, folder: str) -> None:
-    """Every rank for itself: a folder of its own, no word to the others; rank 0 does not save at all."""
-    if rank == 0:
-        return
-    place = Place(f"{folder}/{rank}")
-    save(state_of(rank), place.writer(), use_collectives=False)
-    found = like(state_of(rank))
-    load(found, place.reader())
-    assert_same(found, state_of(rank))
-
-
-def test_ranks_of_a_job_by_themselves(tmp_path: Path, ranks: RankPool) -> None:
-    """With ``no_dist=True`` inside a job a rank is rank 0 of 1, waits for nobody, and loads outside the job, too."""
-    ranks.run(save_apart, 3, str(tmp_path), timeout=20)
-    for rank in (1, 2):
-        place = Place(str(tmp_path / str(rank)))
-        assert commit_of(place, 0)["world_size"] == 1
-        found = like(state_of(rank))
-        load(found, place.reader())
-        assert_same(found, state_of(rank))
-
-
 def test_the_report(tmp_path: Path) -> None:
     """A save and a load leave reports with the bytes that moved, and no commit number: there is none of the whole."""
     writer, reader = FsspecStorageWriter(tmp_path), FsspecStorageReader(tmp_path)

@@ -148,8 +148,8 @@ def test_what_cannot_be_meant_is_refused(given: Any, says: str) -> None:
     ("url", "package", "says"),
     [
         ("s3://b/k", "s3fs", "pip install 'dcp-storage[s3]'"),
-        ("gs://b/k", "gcsfs", "pip install gcsfs"),
-        ("gcs://b/k", "gcsfs", "pip install gcsfs"),
+        ("gs://b/k", "gcsfs", "pip install 'dcp-storage[gcs]'"),
+        ("gcs://b/k", "gcsfs", "pip install 'dcp-storage[gcs]'"),
         ("az://b/k", "adlfs", "Install adlfs"),
     ],
 )

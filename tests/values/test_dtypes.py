@@ -56,7 +56,7 @@ def target(shape: torch.Size, dtype: torch.dtype, layout: str) -> tuple[torch.Te
     memory = of_bits(dtype, 2 * count, seed=1)
     if layout == "transposed":
         reverse = tuple(reversed(range(len(shape))))
-        return memory[:count].reshape(tuple(reversed(shape))).permute(*reverse), memory[count:]
+        return memory[:count].reshape(tuple(reversed(shape))).permute(reverse), memory[count:]
     if layout == "steps" and len(shape):
         wide = memory.reshape(*shape[:-1], 2 * shape[-1])
         return wide[..., ::2], wide[..., 1::2]
