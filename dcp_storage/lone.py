@@ -35,23 +35,41 @@ __all__ = ["agree_on_label", "begin_rank", "holds_lone_ranks", "publish_rank", "
 _PATIENCE = timedelta(seconds=300)  # for the rank that names the label; torch's own default for its store is the same
 
 
-def agree_on_label(given: str | None, token: str, folder: str, count: int) -> tuple[str, int]:
+def agree_on_label(
+    given: str | None, ranks: int | None, rank: int, token: str, folder: str, count: int
+) -> tuple[str, int]:
     """The label of this save, and how many ranks it has.
 
     Args:
         given: ``SaveOptions.label``.
+        ranks: ``SaveOptions.lone_ranks``.
+        rank: this rank, as torch counts the ranks of this save.
         token: a fresh token of this rank; the label where it is rank 0 or alone.
         folder: the checkpoint's folder.
         count: how many saves this writer has begun to that folder; the same on all ranks.
 
     Raises:
-        CheckpointError: rank 0 named no label in time.
+        CheckpointError: it cannot be known how many ranks there are, or rank 0 named no label in time.
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        return given or token, 1
+    if ranks == 1 or not (dist.is_available() and dist.is_initialized()):
+        return given or token, ranks or 1
     world_size = dist.get_world_size()
+    if ranks is None and rank != dist.get_rank():
+        raise CheckpointError(
+            f"{folder}: without collectives the ranks of this save are not those of the default group, so nobody knows "
+            "how many they are. Pass SaveOptions(lone_ranks=, label=); with no_dist=True, lone_ranks=1.",
+            path=folder,
+            kind="label",
+        )
     if given is not None or world_size == 1:
-        return given or token, world_size
+        return given or token, ranks or world_size
+    if ranks is not None and ranks != world_size:
+        raise CheckpointError(
+            f"{folder}: {ranks} of the {world_size} ranks of this job save without collectives; they cannot agree on a "
+            "label by themselves. Pass SaveOptions(label=).",
+            path=folder,
+            kind="label",
+        )
     store = dist.distributed_c10d._get_default_store()
     key = f"dcp_storage/label/{zlib.crc32(folder.encode())}/{count}"
     if dist.get_rank() == 0:

@@ -64,6 +64,8 @@ class SaveOptions(_Common):
             other job writes to the folder. Default False.
         label: only with ``use_collectives=False``: what all ranks of one save agree on and no other save has, e.g.
             the step and the job's id. Default: agreed through the default process group's key-value store.
+        lone_ranks: only with ``use_collectives=False``: how many ranks save, where that is not the size of the default
+            process group (with ``no_dist=True`` inside a job: 1). Default: the default group's size.
 
     Raises:
         ValueError: a value is out of its range.
@@ -72,11 +74,14 @@ class SaveOptions(_Common):
     shard_size: int = 4096 * MIB
     assume_single_writer: bool = False
     label: str | None = None
+    lone_ranks: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.shard_size < 1:
             raise ValueError(f"shard_size is in bytes and must be positive, not {self.shard_size}.")
+        if self.lone_ranks is not None and self.lone_ranks < 1:
+            raise ValueError(f"lone_ranks must be at least 1, not {self.lone_ranks}.")
 
 
 @dataclass(frozen=True, kw_only=True)

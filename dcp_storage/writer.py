@@ -180,7 +180,7 @@ class FsspecStorageWriter(StorageWriter):
                 report=SaveReport(location.url),
             )
             if not kwargs.get("use_collectives", True):
-                self._own.save.label, self._own.save.world_size = self._agree(location, token)
+                self._own.save.label, self._own.save.world_size = self._agree(self._own.save)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Asks, by way of the plan, for the plain names."""
@@ -279,10 +279,12 @@ class FsspecStorageWriter(StorageWriter):
             )
         return current  # type: ignore[no-any-return]
 
-    def _agree(self, location: Location, token: str) -> tuple[str, int]:
+    def _agree(self, current: _Save) -> tuple[str, int]:
+        url = current.location.url
         with self._progress:
-            count = self._saves[location.url] = self._saves.get(location.url, 0) + 1
-        return agree_on_label(self.options.label, token, location.url, count)
+            count = self._saves[url] = self._saves.get(url, 0) + 1
+        options = self.options
+        return agree_on_label(options.label, options.lone_ranks, current.rank, current.token, url, count)
 
     def _write(self, current: _Save, plan: SavePlan, planner: SavePlanner, left_behind: list[str]) -> list[WrittenItem]:
         store = current.opened.store

@@ -97,7 +97,8 @@ def fields(cls: Any) -> dict[str, Any]:
 
 def test_the_options_of_a_save_are_these() -> None:
     """The fields of SaveOptions and their defaults are frozen."""
-    assert fields(SaveOptions) == {**COMMON, "shard_size": 4096 * MIB, "assume_single_writer": False, "label": None}
+    own = {"shard_size": 4096 * MIB, "assume_single_writer": False, "label": None, "lone_ranks": None}
+    assert fields(SaveOptions) == {**COMMON, **own}
 
 
 def test_the_options_of_a_load_are_these() -> None:

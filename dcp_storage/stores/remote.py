@@ -30,13 +30,14 @@ from dcp_storage.errors import (
 )
 from dcp_storage.store import Atomicity, Buffers, Entry, Store, Upload, check_name, total
 from dcp_storage.stores.local import scratch_token
-from dcp_storage.stores.remote_files import RemoteUpload, fresh_info, write_file
-from dcp_storage.stores.translate import store_error
+from dcp_storage.stores.remote_files import Connection, RemoteUpload, fresh_info, write_file
+from dcp_storage.stores.translate import store_error, unmasked
 
 __all__ = ["FsspecStore"]
 
 # Here a path's first part is a bucket (a container), which fsspec's makedirs would create; deeper folders are not real.
 _BUCKETS = frozenset({"abfs", "abfss", "az", "gcs", "gs", "oci", "ocilake", "oss", "s3", "s3a", "tos", "tosfs"})
+_WEB = frozenset({"http", "https"})
 _SLACK = 1 << 16
 _MODIFIED = ("mtime", "LastModified", "last_modified", "updated", "created")
 
@@ -47,6 +48,8 @@ class FsspecStore(Store):
     What it cannot promise: that a create is atomic (nobody knows), that bytes are durable beyond what the
     filesystem does by itself, and, where files grow in place (sftp, smb, a mounted disk behind ``dir://``), that an
     upload cannot be seen while it grows.
+
+    ``http://`` and ``https://`` can only be read: a page of links may leave out any name, so nothing is listed there.
 
     Args:
         fs: the filesystem; used by several threads at once.
@@ -65,6 +68,8 @@ class FsspecStore(Store):
         protocols = {base.protocol} if isinstance(base.protocol, str) else set(base.protocol)
         self._bucket = inside.lstrip("/").partition("/")[0] if protocols & _BUCKETS else None
         self._base = base
+        self._web = bool(protocols & _WEB)
+        self._connection = Connection.of(base)
         self.remote = not isinstance(base, LocalFileSystem)
         self._top = None if inside.startswith("/") else inside.partition("/")[0]
         kind = type(base)
@@ -95,13 +100,19 @@ class FsspecStore(Store):
                 raise self._no_folder("make_folder")
 
     def entries(self) -> list[Entry]:
+        if self._web:  # EACCES: the caller probes for the names that it knows
+            raise self._no_web("entries", errno.EACCES, "a web server has no listing that can be trusted")
         with self._errors("entries"):
             self._fs.invalidate_cache(self._folder)
             try:
                 listing = self._fs.ls(self._folder, detail=True, **({"refresh": True} if self._refreshes else {}))
-            except FileNotFoundError:
+            except FileNotFoundError as error:
+                if unmasked(error) is not error:
+                    raise
                 self._check_bucket()
                 return []
+            if not listing:
+                self._check_empty()
             found, is_file = [], False
             folder = self._folder.strip("/")
             for info in listing:
@@ -118,7 +129,16 @@ class FsspecStore(Store):
         return found
 
     def size(self, name: str) -> int:
-        return int(self._info("size", name)["size"])
+        size = self._info("size", name)["size"]
+        if size is None:
+            raise StoreError(
+                f"size failed for {name!r} in {self.url}: the store does not say how large it is.",
+                operation="size",
+                errno=errno.EOPNOTSUPP,
+                path=self.url,
+                key=name,
+            )
+        return int(size)
 
     def read(self, name: str, *, limit: int) -> bytes:
         path, data, size = self._path(name), b"", self._info("read", name)["size"]
@@ -149,6 +169,7 @@ class FsspecStore(Store):
             return
         try:
             with self._errors("read_into", name):
+                self._fs.invalidate_cache(self._folder)
                 self._fs.invalidate_cache(path)
                 data = self._fs.cat_file(path, start=offset, end=offset + wanted)
         except ObjectNotFoundError:
@@ -157,6 +178,8 @@ class FsspecStore(Store):
             # Asking for bytes behind the end is an error of its own on some stores: see whether it was that.
             if error.transient or self.size(name) >= offset + wanted:
                 raise
+        if len(data) > wanted:
+            data = data[offset : offset + wanted]  # a web server may send the whole of what it was asked a part of
         if len(data) < wanted:
             found = self.size(name)
             raise ObjectTooShortError(
@@ -185,7 +208,8 @@ class FsspecStore(Store):
     def create(self, name: str, data: bytes) -> None:
         path = self._path(name)
         with self._errors("create", name, writes=True):
-            if fresh_info(self._fs, path) is not None:
+            info = fresh_info(self._fs, path)
+            if info is not None and info["type"] != "directory":  # adlfs takes "?" for the folder; a real one refuses
                 raise self._taken(name)
             if not self._pipes:
                 try:
@@ -201,7 +225,9 @@ class FsspecStore(Store):
                 self._fs.pipe_file(path, data)
 
     def upload(self, name: str) -> Upload:
-        return RemoteUpload(self._fs, self._path(name), self.url, name)
+        path = self._path(name)
+        self._check_writable("upload", name)
+        return RemoteUpload(self._fs, path, self.url, name, self._connection)
 
     def delete(self, names: Iterable[str]) -> None:
         errors: list[StoreError] = []
@@ -212,6 +238,8 @@ class FsspecStore(Store):
             except ObjectNotFoundError:
                 continue
             except StoreError as error:
+                if not (error.transient or error.errno) and self._is_missing(name):
+                    continue  # ftp has one number for all refusals
                 errors.append(error)
         if errors:
             raise errors[0]
@@ -273,6 +301,28 @@ class FsspecStore(Store):
             with contextlib.suppress(PermissionError):  # many may use a bucket that they may not look at
                 self._base.info(self._bucket)
 
+    def _is_missing(self, name: str) -> bool:
+        with self._errors("delete", name):
+            return fresh_info(self._fs, self._path(name)) is None
+
+    def _check_empty(self) -> None:
+        """Raises where an empty listing is one that failed: fsspec's ftp makes nothing of a refusal or a cut."""
+        held = getattr(self._base, "dircache", None)
+        if self._base.protocol == "ftp" and held is not None and held.use_listings_cache:
+            folder = self._fs._strip_protocol(self._folder)
+            if folder not in held and self._fs.info(self._folder)["type"] == "directory":
+                raise ConnectionError(f"the listing of {folder!r} was refused or cut")
+
+    def _check_writable(self, operation: str, name: str | None) -> None:
+        if self._web:
+            raise self._no_web(operation, errno.EROFS, "http:// can only be read; save to another place", name)
+
+    def _no_web(self, operation: str, number: int, why: str, name: str | None = None) -> StoreError:
+        about = self.url if name is None else f"{name!r} in {self.url}"
+        return StoreError(
+            f"{operation} failed for {about}: {why}.", operation=operation, errno=number, path=self.url, key=name
+        )
+
     def _taken(self, name: str) -> ObjectExistsError:
         return ObjectExistsError(
             f"create failed for {name!r} in {self.url}: the name is taken.", operation="create", path=self.url, key=name
@@ -288,9 +338,12 @@ class FsspecStore(Store):
 
     @contextlib.contextmanager
     def _errors(self, operation: str, name: str | None = None, *, writes: bool = False) -> Iterator[None]:
-        """Turns whatever the filesystem raises into our errors."""
+        """Waits for a turn, and makes whatever the filesystem raises one of our errors."""
+        if writes:
+            self._check_writable(operation, name)
         try:
-            yield
+            with self._connection.turn():
+                yield
         except Exception as error:
             raise store_error(error, operation, self.url, name, writes=writes) from error
 

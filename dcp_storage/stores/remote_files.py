@@ -10,16 +10,67 @@ import contextlib
 import errno
 import io
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from fsspec.asyn import AsyncFileSystem
+from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractBufferedFile
 
 from dcp_storage.errors import StoreError
 from dcp_storage.store import Buffers, Upload, total
-from dcp_storage.stores.translate import store_error
+from dcp_storage.stores.translate import store_error, unmasked
 
-__all__ = ["RemoteUpload", "abandon", "fresh_info", "write_file"]
+__all__ = ["Connection", "RemoteUpload", "abandon", "fresh_info", "write_file"]
+
+
+class Connection:
+    """Who may use a filesystem object now.
+
+    fsspec means a blocking filesystem for one thread: ftp is one connection, on which two requests at once get each
+    other's answers. So calls take turns there; asynchronous filesystems and local files are used by all at once.
+
+    Args:
+        base: the filesystem, behind every ``dir://``.
+    """
+
+    def __init__(self, base: Any) -> None:
+        self._base = base
+        self._lock = None if isinstance(base, (AsyncFileSystem, LocalFileSystem)) else threading.RLock()
+        self._broken = False
+
+    @classmethod
+    def of(cls, base: Any) -> Connection:
+        """The one of this filesystem object, for all stores on it."""
+        made: Connection = base.__dict__.setdefault("_dcp_storage_connection", cls(base))
+        return made
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Waits for the filesystem, and connects anew where its connection broke in an earlier turn."""
+        if self._lock is None:
+            yield
+            return
+        with self._lock:
+            if self._broken:
+                self._connect()
+            try:
+                yield
+            except Exception as error:
+                # Also after a time-out: the late answer would be taken for the next request's.
+                self._broken = store_error(error, "turn", "").transient
+                raise
+
+    def _connect(self) -> None:
+        # The client libraries do not do this by themselves; ftp, sftp and smb all have it under this name.
+        connect = getattr(self._base, "_connect", None)
+        if connect is not None:
+            client = getattr(self._base, "ftp", None)
+            if client is not None:
+                client.close()
+            connect()
+        self._broken = False
 
 
 def fresh_info(fs: Any, path: str) -> dict[str, Any] | None:
@@ -28,8 +79,11 @@ def fresh_info(fs: Any, path: str) -> dict[str, Any] | None:
     fs.invalidate_cache(path)
     try:
         info: dict[str, Any] = fs.info(path)
-    except FileNotFoundError:
-        return None
+    except FileNotFoundError as error:
+        hidden = unmasked(error)
+        if hidden is error:
+            return None
+        raise hidden from None
     return info
 
 
@@ -41,7 +95,9 @@ def abandon(file: Any) -> None:
             file.close()
         return
     try:
-        if type(file).discard is not AbstractBufferedFile.discard:  # the base's does nothing
+        # The base's does nothing, object stores end their upload, ftp removes the path by rm, which expands patterns:
+        # in a folder "run [1]" that would be the object in "run 1".
+        if type(file).discard is not AbstractBufferedFile.discard and file.fs.protocol != "ftp":
             file.discard()
     finally:
         file.buffer = io.BytesIO()
@@ -92,10 +148,12 @@ class RemoteUpload(Upload):
         path: the object.
         url: the folder, for messages.
         name: the object's name.
+        connection: gives turns on the filesystem.
     """
 
-    def __init__(self, fs: Any, path: str, url: str, name: str) -> None:
+    def __init__(self, fs: Any, path: str, url: str, name: str, connection: Connection) -> None:
         self._fs = fs
+        self._connection = connection
         self._path = path
         self._url = url
         self._name = name
@@ -135,14 +193,16 @@ class RemoteUpload(Upload):
             self._offset, self._held = size, b""
             self._state = "failed"
             try:
-                self._file.close()
+                with self._connection.turn():
+                    self._file.close()
             except Exception as error:
-                with contextlib.suppress(Exception):  # abort tries again, and tells
+                with contextlib.suppress(Exception), self._connection.turn():  # abort tries again, and tells
                     abandon(self._file)
                 raise self._error(error, "complete") from error
         # Also after an earlier call failed: its answer may have been lost.
         try:
-            info = fresh_info(self._fs, self._path)
+            with self._connection.turn():
+                info = fresh_info(self._fs, self._path)
         except Exception as error:
             raise self._error(error, "complete") from error
         if info is None or info["size"] not in (size, None):
@@ -154,13 +214,14 @@ class RemoteUpload(Upload):
             return
         self._state = "failed"
         try:
-            if self._file is not None:
-                abandon(self._file)
-                self._file = None
-            if self._touched and fresh_info(self._fs, self._path) is not None:
-                self._fs.rm_file(self._path)
-                if fresh_info(self._fs, self._path) is not None:
-                    raise OSError(errno.EBUSY, "the object is still there after it was removed")
+            with self._connection.turn():
+                if self._file is not None:
+                    abandon(self._file)
+                    self._file = None
+                if self._touched and fresh_info(self._fs, self._path) is not None:
+                    self._fs.rm_file(self._path)
+                    if fresh_info(self._fs, self._path) is not None:
+                        raise OSError(errno.EBUSY, "the object is still there after it was removed")
         except Exception as error:
             raise self._error(error, "abort") from error
         self._state = "aborted"
@@ -168,15 +229,16 @@ class RemoteUpload(Upload):
     def _flush(self, operation: str) -> None:
         """Hands the held part to the file, which is opened late: an upload given up early leaves no trace at all."""
         try:
-            if self._file is None:
-                self._touched = True
-                self._file = self._fs.open(self._path, "wb")
-            _write(self._file, [self._held])
+            with self._connection.turn():
+                if self._file is None:
+                    self._touched = True
+                    self._file = self._fs.open(self._path, "wb")
+                _write(self._file, [self._held])
         except Exception as error:
             made = self._error(error, operation)
             file, self._file = self._file, None
             if file is not None:
-                with contextlib.suppress(Exception):  # abort looks again
+                with contextlib.suppress(Exception), self._connection.turn():  # abort looks again
                     abandon(file)
             if self._number > 1 or operation == "complete":
                 # Earlier parts are lost with the file. Only the first can be sent once more, into a new one.

@@ -298,7 +298,8 @@ class S3Store(Store):
 
     def _check_range(self, request: Request, answer: Mapping[str, Any], offset: int, end: int) -> None:
         """Raises unless the answer begins at ``offset`` and the object reaches to ``end``."""
-        if answer["ResponseMetadata"]["HTTPStatusCode"] == 206:
+        # rclone says 200 to a range, and says in Content-Range what it sends.
+        if answer["ResponseMetadata"]["HTTPStatusCode"] == 206 or "ContentRange" in answer:
             place = part_of(answer.get("ContentRange", ""))
         else:
             place = (0, answer.get("ContentLength"))  # the whole object

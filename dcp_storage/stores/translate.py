@@ -9,7 +9,7 @@ import sys
 
 from dcp_storage.errors import ObjectExistsError, ObjectNotFoundError, StoreError
 
-__all__ = ["store_error"]
+__all__ = ["store_error", "unmasked"]
 
 _LOST_CONNECTION = frozenset(
     {
@@ -29,10 +29,12 @@ _TRANSIENT = _LOST_CONNECTION | {errno.EINTR, errno.EAGAIN, errno.ESTALE}
 # After these a write may have been applied all the same: the answer was lost, or the disk failed half-way.
 _MAYBE_APPLIED = _LOST_CONNECTION | {errno.EIO, errno.ESTALE}
 _TRANSIENT_STATUS = frozenset({408, 425, 429})
-# Errors of a broken connection in the two client libraries that do not derive them from Python's own.
+_BROKEN = (TimeoutError, asyncio.TimeoutError, ConnectionError, EOFError)
+# Errors of a broken connection in the client libraries that do not derive them from Python's own.
 _CLIENT_ERRORS = (
     ("aiohttp", "ClientConnectionError"),
     ("aiohttp", "ClientPayloadError"),
+    ("ftplib", "error_temp"),
     ("requests.exceptions", "ConnectionError"),
     ("requests.exceptions", "Timeout"),
     ("requests.exceptions", "ChunkedEncodingError"),
@@ -60,8 +62,9 @@ def store_error(
     """
     if isinstance(error, StoreError):
         return error
+    error = unmasked(error)
     number = _errno(error)
-    broken = isinstance(error, (TimeoutError, asyncio.TimeoutError, ConnectionError)) or _is_client_error(error)
+    broken = isinstance(error, _BROKEN) or _is_client_error(error)
     status = _http_status(error)
     busy = status is not None and (status >= 500 or status in _TRANSIENT_STATUS)
     kind = StoreError
@@ -84,6 +87,18 @@ def store_error(
     )
     made.__cause__ = error
     return made
+
+
+def unmasked(error: Exception) -> Exception:
+    """What a filesystem made a FileNotFoundError of though it was an outage or a refusal (http and ftp do); else
+    ``error``. A store that failed must never look like one that holds nothing (invariant I10).
+    """
+    cause = error.__cause__
+    if isinstance(error, FileNotFoundError) and isinstance(cause, Exception) and not isinstance(cause, StoreError):
+        meant = store_error(cause, "info", "")
+        if meant.transient or meant.errno == errno.EACCES:
+            return cause
+    return error
 
 
 def _errno(error: Exception) -> int | None:

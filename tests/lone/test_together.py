@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import zlib
 from pathlib import Path
-from typing import cast
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
 import dcp_storage
-from dcp_storage import FsspecStorageReader, FsspecStorageWriter, SaveOptions
+from dcp_storage import CheckpointError, FsspecStorageReader, FsspecStorageWriter, SaveOptions
 from dcp_storage.testing.ranks import RankPool
 from tests.e2e import ALONE, Place, assert_same, like, load, place_of, save, small_state
 from tests.lone import commit_of, holds, save_all, state_of
@@ -46,7 +45,7 @@ def test_the_files_of_each_rank(tmp_path: Path, ranks: RankPool) -> None:
 
 
 def test_the_commit_of_each_rank(tmp_path: Path, ranks: RankPool) -> None:
-    """A rank's commit names its rank, the label, how many ranks there are, its author, and its manifest by size and CRC."""
+    """A rank's commit names its rank, the label, how many ranks there are, and its manifest by size and CRC."""
     place = Place(str(tmp_path / "one"))
     ranks.run(save_all, 3, place, 0, "job-7 step 1000")
     for rank in range(3):
@@ -100,7 +99,7 @@ def load_by_stock(rank: int, world: int, folder: str) -> None:
 
 
 def test_stock_torch_loads_each_part(tmp_path: Path, ranks: RankPool) -> None:
-    """torch's own FileSystemReader finds on each rank what that rank saved."""
+    """The FileSystemReader of torch finds on each rank what that rank saved."""
     folder = str(tmp_path / "one")
     ranks.run(save_all, 3, Place(folder))
     ranks.run(load_by_stock, 3, folder)
@@ -147,6 +146,41 @@ def test_the_report(tmp_path: Path) -> None:
     assert loaded is not None
     assert (saved.commit, loaded.commit) == (None, None)
     (shard,) = Place(str(tmp_path)).shards()
-    assert saved.bytes_written == cast("int", Place(str(tmp_path)).files()[shard])
+    assert saved.bytes_written == Place(str(tmp_path)).files()[shard]
     assert loaded.bytes_needed == 4000
     assert saved.warnings == []
+
+
+def save_apart(rank: int, world: int, folder: str) -> None:
+    """Every rank for itself: a folder of its own, no word to the others; rank 0 does not save at all."""
+    if rank == 0:
+        return
+    place = Place(f"{folder}/{rank}")
+    save(state_of(rank), place.writer(options=SaveOptions(lone_ranks=1)), use_collectives=False)
+    found = like(state_of(rank))
+    load(found, place.reader())
+    assert_same(found, state_of(rank))
+
+
+def test_ranks_of_a_job_by_themselves(tmp_path: Path, ranks: RankPool) -> None:
+    """With ``no_dist=True`` and ``lone_ranks=1`` a rank of a job waits for nobody, and its part loads anywhere."""
+    ranks.run(save_apart, 3, str(tmp_path), timeout=60)
+    for rank in (1, 2):
+        place = Place(str(tmp_path / str(rank)))
+        assert commit_of(place, 0)["world_size"] == 1
+        found = like(state_of(rank))
+        load(found, place.reader())
+        assert_same(found, state_of(rank))
+
+
+def save_without_saying(rank: int, world: int, folder: str) -> str:
+    if rank == 0:
+        return "label"
+    with pytest.raises(CheckpointError, match="lone_ranks") as caught:
+        save(state_of(rank), Place(f"{folder}/{rank}").writer(), use_collectives=False)
+    return caught.value.kind
+
+
+def test_a_rank_of_a_job_that_does_not_say_it_is_alone(tmp_path: Path, ranks: RankPool) -> None:
+    """Without ``lone_ranks`` such a rank is told what to pass at once, instead of waiting for a label."""
+    assert ranks.run(save_without_saying, 3, str(tmp_path), timeout=60) == ["label"] * 3

@@ -47,14 +47,15 @@ class FtpServer:
 
 
 @contextmanager
-def ftp_server(root: Path, log: Path) -> Iterator[FtpServer]:
-    """Runs a server as a process.
+def ftp_server(root: Path, log: Path, port: int | None = None) -> Iterator[FtpServer]:
+    """Runs a server as a process, which is killed at the end.
 
     Args:
         root: the folder that it serves.
         log: the file for what it says.
+        port: where it listens; None for a free one.
     """
-    server = FtpServer(free_port(), root)
+    server = FtpServer(port or free_port(), root)
     command = [
         *(sys.executable, "-W", "ignore", "-m", "pyftpdlib", "--interface", HOST, "--port", str(server.port)),
         *("--directory", str(root), "--write", "--username", server.user, "--password", server.password),
@@ -73,7 +74,7 @@ def _wait(process: subprocess.Popen[bytes], server: FtpServer, log: Path) -> Non
     until = time.monotonic() + START_SECONDS
     while time.monotonic() < until and process.poll() is None:
         try:
-            with ftplib.FTP(timeout=5) as client:  # noqa: S321 - on loopback
+            with ftplib.FTP(timeout=5) as client:
                 client.connect(HOST, server.port)
                 client.login(server.user, server.password)
         except OSError:

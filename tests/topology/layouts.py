@@ -61,7 +61,7 @@ class Layout:
         if rank not in self.members:
             return None
         place = self.members.index(rank)
-        coordinate = []
+        coordinate: list[int] = []
         for size in reversed(self.mesh):
             coordinate.insert(0, place % size)
             place //= size
@@ -76,8 +76,10 @@ class Layout:
     def copies(self, ndim: int) -> int:
         """How often the job holds each element."""
         kinds = self._kinds(ndim)
-        return math.prod(size for size, kind in zip(self.mesh, kinds, strict=True) if kind == COPY) if kinds else len(
-            self.members
+        return (
+            math.prod(size for size, kind in zip(self.mesh, kinds, strict=True) if kind == COPY)
+            if kinds
+            else len(self.members)
         )
 
     def _kinds(self, ndim: int) -> tuple[str, ...]:

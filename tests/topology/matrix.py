@@ -133,16 +133,14 @@ def load_ranks(
 
 def save_all(ranks: RankPool, world: int, place: Place) -> None:
     """Saves every layout on ``world`` ranks into one checkpoint."""
-    ranks.run(save_ranks, world, place, timeout=SECONDS)
+    ranks.run(save_ranks, world, _plain(place), timeout=SECONDS)
 
 
-def load_into(
-    ranks: RankPool, source: int, world: int, place: Place, targets: Sequence[str] | None = None
-) -> Tally:
+def load_into(ranks: RankPool, source: int, world: int, place: Place, targets: Sequence[str] | None = None) -> Tally:
     """Loads everything that ``source`` ranks saved into layouts of ``world`` ranks; None: into all of them."""
     saved = [layout.name for layout in layouts(source)]
     wanted = [layout.name for layout in layouts(world)] if targets is None else list(targets)
-    outcomes = ranks.run(load_ranks, world, place, saved, wanted, timeout=SECONDS)
+    outcomes = ranks.run(load_ranks, world, _plain(place), saved, wanted, timeout=SECONDS)
     tally = Tally()
     for target in wanted:
         layout = layout_named(world, target)
@@ -156,3 +154,8 @@ def load_into(
                 problems.append(f"{at}: {compared} elements were compared, not {due}")
             tally += Tally(1, compared, wrong, problems)
     return tally
+
+
+def _plain(place: Place) -> Place:
+    """The place without its server, which does not travel to the ranks."""
+    return Place(place.url, place.options)

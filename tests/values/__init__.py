@@ -39,7 +39,7 @@ def elements(tensor: torch.Tensor) -> bytes:
     memory = torch.empty(0, dtype=torch.uint8).set_(tensor.detach().untyped_storage()).numpy().tobytes()
     strides = tuple(step * size for step in tensor.stride())
     kind = np.dtype(f"V{size}")
-    return np.ndarray(tuple(tensor.shape), kind, memory, tensor.storage_offset() * size, strides).tobytes()
+    return bytes(np.ndarray(tuple(tensor.shape), kind, memory, tensor.storage_offset() * size, strides).tobytes())
 
 
 def _survives(dtype: torch.dtype) -> bool:

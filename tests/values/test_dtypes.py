@@ -130,9 +130,7 @@ def test_a_cast_that_torch_does_not_have(pair: tuple[str, str], local: Place) ->
 def quantized(fill: float) -> dict[str, torch.Tensor]:
     scales, zeros = torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64), torch.tensor([0, 1, 2])
     numbers = torch.full((3, 4), fill) if fill else torch.arange(12.0).reshape(3, 4)
-    state = {
-        name: torch.quantize_per_tensor(numbers, 0.25, 3, DTYPES[name]) for name in ("qint8", "quint8", "qint32")
-    }
+    state = {name: torch.quantize_per_tensor(numbers, 0.25, 3, DTYPES[name]) for name in ("qint8", "quint8", "qint32")}
     for name in ("qint8", "quint8"):
         state[f"{name}-channels"] = torch.quantize_per_channel(numbers, scales, zeros, 0, DTYPES[name])
     return state

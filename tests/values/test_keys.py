@@ -122,7 +122,8 @@ def test_a_list_of_objects_that_grew(way: Way, local: Place) -> None:
 @ways
 def test_nothing_to_save(way: Way, local: Place) -> None:
     """States without a tensor: empty, of empty parts, or of objects only; each is a checkpoint like any other."""
-    for number, state in enumerate([{}, {"a": {}}, {"a": {"b": {}}, "c": []}, {"a": (), "b": None}]):
+    states: list[dict[str, Any]] = [{}, {"a": {}}, {"a": {"b": {}}, "c": []}, {"a": (), "b": None}]
+    for number, state in enumerate(states):
         place = local.child(str(number))
         way.save(dict(state), place)
         found = like(state)

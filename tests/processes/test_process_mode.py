@@ -1,0 +1,78 @@
+"""``dcp.async_save`` in process mode: torch's own background process saves with the writer that was sent to it."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from dcp_storage import CheckpointExistsError, FsspecStorageWriter
+from dcp_storage.testing.ranks import RankPool
+from tests.e2e import ALONE, Place, assert_same, failures_of, like, load, place_of, save, small_state
+from tests.processes import plain
+
+pytestmark = pytest.mark.filterwarnings(ALONE)
+
+SECONDS = 90  # most of it for torch's process to start and import torch
+ENVIRONMENT = {"MASTER_ADDR": "127.0.0.1"}  # else torch asks the resolver for this host's full name
+
+
+def in_process(state: dict[str, Any], writer: FsspecStorageWriter, checkpoint_id: str | None = None) -> None:
+    """One save in torch's background process; other values in the tensors right after the call do not count."""
+    future = cast(
+        "Future[Any]",
+        dcp.async_save(
+            state,
+            checkpoint_id=checkpoint_id,
+            storage_writer=writer,
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+        ),
+    )
+    for value in state.values():
+        if isinstance(value, torch.Tensor):
+            value.fill_(-1)
+    future.result(SECONDS)
+
+
+def refused_then_good(rank: int, world: int, place: Place) -> tuple[dict[int, BaseException], Any]:
+    """Into a folder that is taken, then into a free one, by the same writer."""
+    writer = place.writer()
+    with pytest.raises(CheckpointException) as caught:
+        in_process(own(rank), writer)
+    in_process(own(rank), writer, place.child("below").url)
+    return failures_of(caught.value), writer.report
+
+
+def own(rank: int) -> dict[str, Any]:
+    return {**small_state(1), f"own-{rank}": torch.arange(5000) + rank}
+
+
+@pytest.mark.parametrize(
+    ("kind", "world"), [("local", 1), ("moto", 1), pytest.param("moto", 2, marks=pytest.mark.slow)]
+)
+def test_a_refused_save_and_a_good_one(request: pytest.FixtureRequest, ranks: RankPool, kind: str, world: int) -> None:
+    """A refusal arrives typed from the other process, with its path; the next save of the writer commits the values
+    of its call with the writer's options, and there is no report of it in this process.
+    """
+    place = place_of(request, kind)
+    save(small_state(7), place.writer())
+    before = {name: place.get(name) for name in place.files()}
+    outcomes = ranks.run(refused_then_good, world, plain(place), timeout=110, env=ENVIRONMENT)
+    for errors, report in outcomes:
+        assert list(errors) == [0]
+        assert type(errors[0]) is CheckpointExistsError
+        assert errors[0].path == place.url
+        assert report is None
+    below = place.child("below")
+    assert {name: place.get(name) for name in before} == before
+    assert below.commits() == [".commit"]
+    assert place.uploads() == []
+    wanted = {**small_state(1), **{f"own-{rank}": torch.arange(5000) + rank for rank in range(world)}}
+    found = like(wanted)
+    load(found, below.reader())
+    assert_same(found, wanted)
