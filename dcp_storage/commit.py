@@ -105,10 +105,13 @@ def refuse(attempt: Attempt) -> None:
             path=attempt.path,
         )
     live = attempt.current is not None and attempt.current.commit.state == "committed"
-    stock = attempt.number == 0 and any(names.is_stock_view(e.name) for e in entries)
-    if not (live or stock):
+    # The view is written after a commit only: beside a commit that cannot be read it tells that there was one.
+    view = attempt.current is None and any(names.is_stock_view(e.name) for e in entries)
+    if not (live or view):
         return
-    what = "a committed checkpoint" if live else "a checkpoint that stock torch wrote"
+    what = "a committed checkpoint"
+    if not live:
+        what = "a checkpoint whose commit cannot be read" if attempt.number else "a checkpoint that stock torch wrote"
     if not attempt.overwrite:
         raise CheckpointExistsError(
             f"{attempt.path} holds {what} already. Pass overwrite=True to replace it, or save to another folder.",

@@ -204,7 +204,23 @@ def nothing_committed(store: Store, current: Current | None) -> CheckpointNotFou
         found = [e.name for e in store.entries()]
     except ObjectNotFoundError as error:
         return CheckpointNotFoundError(f"{store.url}: {error}", path=store.url, cause=error)
+    except StoreError as error:
+        if error.errno != errno.EACCES:
+            raise
+        return CheckpointNotFoundError(
+            f"{store.url}: no commit object was found here by its name; the folder itself may not be listed.",
+            path=store.url,
+            cause=error,
+        )
     ours = [name for name in found if names.blocks_claim(name)]
+    torn = sorted(name for name in found if names.commit_number(name))
+    if torn:
+        return NotCommittedError(
+            f"{store.url}: {', '.join(torn)} is there but torn or altered, so nothing that stands is committed here. "
+            "If a checkpoint was committed, restore that object from a copy; a save with overwrite=True replaces all.",
+            path=store.url,
+            key=torn[-1],
+        )
     if names.STOCK_VIEW in found:
         return NotCommittedError(
             f"{store.url}: there is a checkpoint that stock torch wrote, without a commit. Nothing shows that it is "

@@ -64,7 +64,15 @@ class Finish:
                     key=key,
                 )
             target = resolve(self.planner, self.item, self.path, key)
-            if value.layout is not torch.strided and target.layout is torch.strided:
+            if target.layout is not torch.strided:
+                raise CheckpointError(
+                    f"{self.path}: the target for {key!r} is of layout {str(target.layout).removeprefix('torch.')}, "
+                    "which cannot be filled in place. Give a dense tensor of the same shape.",
+                    path=self.path,
+                    key=key,
+                    kind="unsupported",
+                )
+            if value.layout is not torch.strided:
                 value = value.to_dense()  # no part can be taken out of a sparse tensor
             for dim, (first, count) in enumerate(zip(self.item.storage_offsets, self.item.lengths, strict=True)):
                 if (first, count) != (0, value.shape[dim]):

@@ -24,6 +24,7 @@ from dcp_storage.errors import (
     CorruptCheckpointError,
     ObjectNotFoundError,
     ObjectTooShortError,
+    portable,
 )
 from dcp_storage.placing import Check, Place, Taker, check_blocks, dtype_of, is_direct, product, view_of
 from dcp_storage.plan import Coalescer, Extent, Request, align, cut, strips
@@ -306,7 +307,10 @@ class _Pipeline:
             last = not job.open_extents
         if last:
             if job.place is not None:
-                job.place()
+                try:
+                    job.place()
+                except Exception as failed:
+                    raise portable(failed, "Filling the tensor", path=self.store.url, key=record.key) from failed
                 self._unstage(job.held)
             job.buffers = []
             self._close_job(job.item)

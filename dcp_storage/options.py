@@ -34,6 +34,11 @@ class _Common:
     deadline: float = 300.0
 
     def __post_init__(self) -> None:
+        for name in ("max_concurrency", "part_size", "memory_budget", "attempts"):
+            if type(getattr(self, name)) is not int:
+                raise TypeError(f"{name} must be an int, not {getattr(self, name)!r}.")
+        if not isinstance(self.deadline, (int, float)) or self.deadline != self.deadline:
+            raise TypeError(f"deadline must be a number of seconds, not {self.deadline!r}.")
         if self.max_concurrency < 1:
             raise ValueError(f"max_concurrency must be at least 1, not {self.max_concurrency}.")
         if self.part_size < 64 * KIB:
@@ -68,6 +73,7 @@ class SaveOptions(_Common):
             process group (with ``no_dist=True`` inside a job: 1). Default: the default group's size.
 
     Raises:
+        TypeError: a value is of the wrong type.
         ValueError: a value is out of its range.
     """
 
@@ -101,7 +107,7 @@ class LoadOptions(_Common):
             you would run. Default none.
 
     Raises:
-        TypeError: an entry of ``trusted_globals`` is none of what it takes.
+        TypeError: a value, or an entry of ``trusted_globals``, is of the wrong type.
         ValueError: a value is out of its range.
     """
 

@@ -29,7 +29,7 @@ from dcp_storage.filling import Finish, resolve
 from dcp_storage.options import KIB, LoadOptions, LoadReport
 from dcp_storage.reading import RANK_BY_RANK, Checkpoint, LoadSteps, read_checkpoint, read_rank_checkpoint
 from dcp_storage.records import ItemRecord
-from dcp_storage.session import Opened, OpenStore, Pointer, guard, open_folder, phase
+from dcp_storage.session import Opened, OpenStore, Pointer, checked_options, guard, open_folder, phase
 from dcp_storage.stores.location import Location, is_supported
 from dcp_storage.torchview import metadata_of
 
@@ -113,7 +113,9 @@ class FsspecStorageReader(StorageReader):
         callback: Callback | None = None,
     ) -> None:
         super().__init__()
-        self.storage_options: dict[str, Any] = dict(storage_options or {})
+        if not isinstance(options, LoadOptions):
+            raise TypeError(f"options must be LoadOptions, not {type(options).__name__}.")
+        self.storage_options: dict[str, Any] = checked_options(storage_options)
         self.require_commit = require_commit
         self.options = options
         self.callback = callback

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from dcp_storage import names
 from dcp_storage.codec import dtype_named
 from dcp_storage.current import blame, check_sizes, list_commits, nothing_committed, read_current, read_manifest
-from dcp_storage.errors import CorruptCheckpointError, NotCommittedError, ObjectNotFoundError
+from dcp_storage.errors import CorruptCheckpointError, NotCommittedError, ObjectNotFoundError, StoreError
 from dcp_storage.lone import holds_lone_ranks, read_rank
 from dcp_storage.pickles import load_metadata, load_object
 from dcp_storage.placing import Check, check_blocks, product
@@ -99,7 +100,12 @@ def read_checkpoint(store: Store, *, require_commit: bool, trusted_globals: Sequ
         return Checkpoint(current.number, ref.crc32, manifest, ref.size)
     if current is not None:
         raise nothing_committed(store, current)
-    entries = store.entries()
+    try:
+        entries = store.entries()
+    except StoreError as error:
+        if error.errno != errno.EACCES:
+            raise
+        raise nothing_committed(store, None) from error
     listed = {e.name for e in entries}
     stock_rank = not require_commit and names.STOCK_VIEW not in listed and any(map(names.is_stock_view, listed))
     if holds_lone_ranks(entries) or stock_rank:

@@ -18,7 +18,7 @@ from dcp_storage.stores.location import Location, parse_location
 from dcp_storage.stores.opening import open_store
 from dcp_storage.wrappers import LimitedStore, RetryingStore
 
-__all__ = ["OpenStore", "Opened", "Pointer", "guard", "open_folder", "phase"]
+__all__ = ["OpenStore", "Opened", "Pointer", "checked_options", "guard", "open_folder", "phase"]
 
 OpenStore = Callable[[Location, Mapping[str, Any], int], Store]
 """Opens the bare store of a folder; the test kit hands over one that wraps it."""
@@ -26,6 +26,17 @@ OpenStore = Callable[[Location, Mapping[str, Any], int], Store]
 
 def _open(location: Location, storage_options: Mapping[str, Any], max_concurrency: int) -> Store:
     return open_store(location, storage_options, max_concurrency=max_concurrency)
+
+
+def checked_options(storage_options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A copy of the user's ``storage_options``.
+
+    Raises:
+        TypeError: they are no mapping.
+    """
+    if storage_options is not None and not isinstance(storage_options, Mapping):
+        raise TypeError(f"storage_options must be a mapping, not {type(storage_options).__name__}.")
+    return dict(storage_options or {})
 
 
 @dataclass

@@ -29,7 +29,7 @@ from dcp_storage.lone import agree_on_label, begin_rank, publish_rank
 from dcp_storage.options import MIB, SaveOptions, SaveReport
 from dcp_storage.plan import pack
 from dcp_storage.records import WrittenItem
-from dcp_storage.session import Opened, OpenStore, Pointer, guard, open_folder, phase
+from dcp_storage.session import Opened, OpenStore, Pointer, checked_options, guard, open_folder, phase
 from dcp_storage.stores.location import Location, is_supported
 from dcp_storage.torchview import manifest_of, stock_storage_data
 
@@ -104,7 +104,9 @@ class FsspecStorageWriter(StorageWriter):
         callback: Callback | None = None,
     ) -> None:
         super().__init__()
-        self.storage_options: dict[str, Any] = dict(storage_options or {})
+        if not isinstance(options, SaveOptions):
+            raise TypeError(f"options must be SaveOptions, not {type(options).__name__}.")
+        self.storage_options: dict[str, Any] = checked_options(storage_options)
         self.overwrite = overwrite
         self.options = options
         self.callback = callback
@@ -246,22 +248,23 @@ class FsspecStorageWriter(StorageWriter):
         with guard("finish", current.location), phase(report, "commit"):
             if attempt is None:
                 raise CheckpointError("finish was called before prepare_global_plan.", kind="protocol")
-            metadata.version = _STOCK_VERSION
-            metadata.storage_meta = StorageMeta(checkpoint_id=current.location.url, save_id=current.token)
-            manifest = manifest_of(metadata, [[(r.index, _told(r)) for r in rank] for rank in results])
-            metadata.storage_data = stock_storage_data(manifest)
-            attempt.world_size = current.world_size or len(results)
             try:
+                metadata.version = _STOCK_VERSION
+                metadata.storage_meta = StorageMeta(checkpoint_id=current.location.url, save_id=current.token)
+                manifest = manifest_of(metadata, [[(r.index, _told(r)) for r in rank] for rank in results])
+                metadata.storage_data = stock_storage_data(manifest)
+                attempt.world_size = current.world_size or len(results)
                 if current.label is None:
                     publish(attempt, manifest, self._steps)
                 else:
                     publish_rank(attempt, manifest, current.rank, current.label)
             except CommitUnknownError:
                 raise  # the commit may be there: nothing may be deleted
-            except CheckpointError as error:
+            except Exception as error:  # noqa: BLE001 - raised again, as ours
+                raised = portable(error, "finish", path=current.location.url)
                 if not attempt.committed:
-                    self._withdraw(current, attempt, error)
-                raise
+                    self._withdraw(current, attempt, raised)
+                raise raised from raised.__cause__
         report.warnings = attempt.warnings
         report.single_writer = attempt.single_writer
         report.commit = attempt.number + 1 if current.label is None else None
@@ -360,10 +363,12 @@ def _told(result: WriteResult) -> WrittenItem:
 def _encode(item: WriteItem, planner: SavePlanner, path: str) -> Encoded:
     key = item.index.fqn
     try:
+        key.encode()  # a lone surrogate cannot be written into the manifest: said before any byte is
         data = planner.resolve_data(item)
         if item.type == WriteItemType.BYTE_IO and isinstance(data, io.BytesIO):
             return encode_object([data.getbuffer()])
         if item.type != WriteItemType.BYTE_IO and isinstance(data, torch.Tensor):
+            _check_shape(item, data)
             return encode(data)
     except Exception as error:
         raise portable(error, "Serialising the value", path=path, key=key) from error
@@ -373,3 +378,17 @@ def _encode(item: WriteItem, planner: SavePlanner, path: str) -> Encoded:
         key=key,
         kind="planner",
     )
+
+
+def _check_shape(item: WriteItem, data: torch.Tensor) -> None:
+    """A part that is not as it was planned could be saved, but never loaded again."""
+    if item.tensor_data is None or item.tensor_data.chunk is None:
+        return
+    planned, found = tuple(item.tensor_data.chunk.sizes), tuple(data.shape)
+    if planned != found:
+        raise CheckpointError(
+            f"This rank's part of {item.index.fqn!r} has the shape {found}, but was planned with {planned} at "
+            f"{tuple(item.tensor_data.chunk.offsets)}. Saved so, it could never be loaded.",
+            key=item.index.fqn,
+            kind="planner",
+        )

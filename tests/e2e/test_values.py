@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner
 
-from dcp_storage import FsspecStorageReader, FsspecStorageWriter, LoadOptions, UntrustedDataError
+from dcp_storage import CheckpointError, FsspecStorageReader, FsspecStorageWriter, LoadOptions, UntrustedDataError
 from tests.e2e import ALONE, Place, assert_same, bits, failure, like, load, place_of, raised_by, save
 
 pytestmark = pytest.mark.filterwarnings(ALONE)
@@ -338,3 +338,30 @@ def test_a_sparse_tensor(tmp_path: Path) -> None:
     found = {"a": torch.zeros(4, 4)}
     load(found, FsspecStorageReader(tmp_path / "one"))
     assert torch.equal(found["a"], torch.eye(4))
+
+
+def test_a_sparse_target_is_refused_not_left_empty(tmp_path: Path) -> None:
+    """A target that cannot be filled in place is named; the load does not report success with zeros in it."""
+    save({"a": torch.eye(4).to_sparse()}, FsspecStorageWriter(tmp_path / "one"))
+    target = {"a": torch.zeros(4, 4).to_sparse()}
+    error = raised_by(lambda: load(target, FsspecStorageReader(tmp_path / "one")))[0]
+    assert isinstance(error, CheckpointError)
+    assert (error.kind, error.key) == ("unsupported", "a")
+
+
+def test_an_expanded_target_is_named(tmp_path: Path) -> None:
+    """A target whose elements share memory cannot hold what is read: the error names its key."""
+    save({"a": torch.arange(3000.0).reshape(30, 100)}, FsspecStorageWriter(tmp_path / "one"))
+    target = {"a": torch.zeros(1, 100).expand(30, 100)}
+    error = raised_by(lambda: load(target, FsspecStorageReader(tmp_path / "one")))[0]
+    assert isinstance(error, CheckpointError)
+    assert error.key == "a"
+
+
+def test_a_key_that_no_text_can_hold(tmp_path: Path) -> None:
+    """A key with a lone surrogate is named before anything of it is written, and nothing is left but the claim."""
+    place = tmp_path / "one"
+    error = raised_by(lambda: save({"a\udcff": torch.ones(3)}, FsspecStorageWriter(place)))[0]
+    assert isinstance(error, CheckpointError)
+    assert error.key == "a\udcff"
+    assert sorted(file.name for file in place.iterdir()) == [".claim"]

@@ -101,6 +101,17 @@ def test_a_torn_commit_means_tokens() -> None:
     assert highest(files_of(store))[0] == 2
 
 
+def test_a_damaged_commit_with_a_view_beside_it_is_not_overwritten_unasked() -> None:
+    """Where `.metadata` tells that a commit was there once, a save refuses although that commit cannot be read."""
+    store = DictStore()
+    commit_now(store, A)
+    put(store, ".commit", files_of(store)[".commit"].replace(b"committed", b"cammitted"))
+    with pytest.raises(CheckpointExistsError):
+        Saver(store, B).begin()
+    commit_now(store, B, overwrite=True)
+    assert loaded_by(store) == {B}
+
+
 def test_who_loses_the_claim_takes_tokens_and_leaves_it() -> None:
     """Two attempts in a clean folder: one has the plain names, the other tokens, and the claim is the first one's."""
     store = DictStore()

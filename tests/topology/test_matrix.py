@@ -76,7 +76,7 @@ def test_each_layout_is_saved_once_and_loaded_once(
 
 @pytest.mark.parametrize(
     ("source", "loads", "cells"),
-    [(4, {8: ["strided@4x2"], 1: ["plain"]}, 20), (3, {4: ["grid@2x2"]}, 6)],
+    [(4, {8: ["strided@4x2"], 1: ["plain"]}, 20), pytest.param(3, {4: ["grid@2x2"]}, 6, marks=pytest.mark.slow)],
 )
 def test_a_spread_on_s3(
     request: pytest.FixtureRequest, ranks: RankPool, total: Tally, source: int, loads: Loads, cells: int

@@ -47,7 +47,7 @@ def test_the_same_job_goes_on_bit_for_bit(tmp_path: Path, ranks: RankPool, job: 
         pytest.param(MIXED, [PLAIN, FSDP], id="fsdp+tp to fewer"),
         pytest.param(MIXED, [DDP, HSDP, Job("fsdp+tp", (1, 4)), Job("fsdp+tp", (2, 1))], marks=SLOW, id="fsdp+tp"),
         pytest.param(HSDP, [MIXED, DDP], marks=SLOW, id="hsdp"),
-        pytest.param(DDP, [MIXED], id="ddp"),
+        pytest.param(DDP, [MIXED], marks=SLOW, id="ddp"),
         pytest.param(PLAIN, [FSDP], id="plain"),
     ],
 )
@@ -60,8 +60,7 @@ def test_another_job_goes_on(tmp_path: Path, ranks: RankPool, source: Job, targe
 
 
 def test_a_state_that_is_not_loaded_is_noticed(tmp_path: Path, ranks: RankPool) -> None:
-    """Without the optimizer's state, and without any, the losses leave the tolerance: the tests above can fail."""
+    """Without the optimizer's state the losses leave the tolerance: the tests above can fail."""
     place = Place(str(tmp_path / "step-3"))
-    wanted = run(ranks, MIXED, 6, 0, None, place)[3:]
-    assert apart(run(ranks, MIXED, 3, 3, place, None, ("model",)), wanted) > 10 * TOLERANCE
-    assert apart(run(ranks, MIXED, 3, 3), wanted) > 10 * TOLERANCE
+    wanted = run(ranks, DDP, 6, 0, None, place)[3:]
+    assert apart(run(ranks, DDP, 3, 3, place, None, ("model",)), wanted) > 10 * TOLERANCE

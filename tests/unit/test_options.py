@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from dcp_storage import FsspecStorageReader, FsspecStorageWriter
 from dcp_storage.options import LoadOptions, LoadReport, Problem, SaveOptions, SaveReport
 
 BAD: list[tuple[type[Any], str, Any]] = [
@@ -72,3 +73,23 @@ def test_reports_are_data() -> None:
     assert data["problems"] == [
         {"kind": "size", "file": "__0_0.distcp", "key": None, "wanted": 3, "found": 2, "advice": ""}
     ]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"part_size": "16MB"}, {"max_concurrency": 2.5}, {"deadline": None}, {"deadline": float("nan")}]
+)
+def test_a_value_of_the_wrong_type_is_named(wrong: dict[str, Any]) -> None:
+    """A number that is none is refused at once, with the field's name."""
+    for kind in (SaveOptions, LoadOptions):
+        with pytest.raises(TypeError, match=next(iter(wrong))):
+            kind(**wrong)
+
+
+def test_options_of_the_other_kind_are_refused() -> None:
+    """A writer takes SaveOptions and a reader LoadOptions, and storage_options are a mapping; said at construction."""
+    with pytest.raises(TypeError, match="SaveOptions"):
+        FsspecStorageWriter("x", options=LoadOptions())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="LoadOptions"):
+        FsspecStorageReader("x", options=SaveOptions())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="mapping"):
+        FsspecStorageWriter("x", storage_options="abc")  # type: ignore[arg-type]

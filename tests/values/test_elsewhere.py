@@ -58,7 +58,7 @@ def width_of(dtype: torch.dtype) -> int:
 
 
 # torch.save writes of these no type of storage, so torch's own loader does not know what to swap, either.
-UNTYPED = {"uint16", "uint32", "uint64", "complex32"}
+UNTYPED = {"uint16", "uint32", "uint64", "complex32", "bcomplex32"} & set(SAVED)
 SWAPPED = [name for name in SAVED if not name.startswith("bits") and name not in UNTYPED]
 
 
