@@ -28,12 +28,24 @@ def run(*arguments: str | Path, cwd: Path, seconds: float) -> subprocess.Complet
     )
 
 
-def test_the_example_of_the_readme_runs_as_pasted(tmp_path: Path) -> None:
-    """The README's one Python block saves and loads, and is refused when it is run again, as the text says."""
+def blocks_of_the_readme() -> list[str]:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 1
-    (tmp_path / "pasted.py").write_text(blocks[0], encoding="utf-8")
+    assert len(blocks) == 2
+    return blocks
+
+
+def test_the_errors_are_found_where_the_readme_says(tmp_path: Path) -> None:
+    """The README's second block, after the first, prints the one sentence of the refusal and no traceback."""
+    (tmp_path / "pasted.py").write_text("\n".join(blocks_of_the_readme()), encoding="utf-8")
+    done = run("pasted.py", cwd=tmp_path, seconds=100)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^.*step-500 holds a committed checkpoint already\. .*$", done.stdout, re.MULTILINE)
+
+
+def test_the_example_of_the_readme_runs_as_pasted(tmp_path: Path) -> None:
+    """The README's first Python block saves and loads, and is refused when it is run again, as the text says."""
+    (tmp_path / "pasted.py").write_text(blocks_of_the_readme()[0], encoding="utf-8")
     first = run("pasted.py", cwd=tmp_path, seconds=100)
     assert first.returncode == 0, first.stderr
     assert first.stdout == "loaded step 500 True\n"
