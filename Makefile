@@ -2,6 +2,7 @@
 #   make demo    the main job, from end to end, on this machine
 #   make test    the tests, without the slow ones
 #   make check   all that CI runs
+#   make torches the suite's core and cross-loads on another torch; several GB
 #   make clean   removes what make made
 # PYTHON names the interpreter (3.10 or later); VENV and the other *_VENV where the environments go.
 
@@ -34,10 +35,10 @@ unexport PYTHONPATH
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-slow lint types check format clean
+.PHONY: help demo test test-slow torches lint types check format clean
 
 help:
-	@sed -n '2,6s/^# *//p' Makefile
+	@sed -n "2,6s/^# *//p" Makefile
 
 demo: $(VENV)/.installed
 	@$(RUN) examples/demo.py
@@ -47,6 +48,9 @@ test: $(VENV)/.installed $(MINISTACK_VENV)/.installed $(FAKE_GCS_VENV)/.installe
 
 test-slow: $(VENV)/.installed $(MINISTACK_VENV)/.installed $(SEAWEED_VENV)/.installed $(FAKE_GCS_VENV)/.installed $(RCLONE_VENV)/.installed $(AZURITE_DIR)/.installed
 	$(RUN) -m pytest -m slow
+
+torches: $(VENV)/.installed $(MINISTACK_VENV)/.installed $(FAKE_GCS_VENV)/.installed
+	$(RUN) -m scripts.two_torches
 
 lint: $(VENV)/.installed
 	$(RUN) -m ruff check $(SOURCES)

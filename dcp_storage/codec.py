@@ -7,11 +7,13 @@ as a view of the tensor's own memory and copies everything else, so that an item
 from __future__ import annotations
 
 import ctypes
+import sys
 from dataclasses import dataclass, field
 from typing import IO, cast
 
 import torch
 
+from dcp_storage.errors import CheckpointError
 from dcp_storage.store import Buffers, total
 
 __all__ = ["Encoded", "bytes_of", "contiguous_stride", "dtype_named", "encode", "encode_object", "name_of_dtype"]
@@ -119,6 +121,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         type(tensor) is torch.Tensor
         and tensor.layout is torch.strided
         and tensor.device.type == "cpu"
+        and sys.byteorder == "little"  # raw bytes are little-endian; elsewhere the item's own marker says what they are
         and not tensor.is_quantized
         and not tensor.is_conj()
         and not tensor.is_neg()
@@ -189,10 +192,15 @@ def encode(tensor: torch.Tensor) -> Encoded:
 
     Args:
         tensor: what the planner resolved; moved to the CPU here where it is elsewhere.
+
+    Raises:
+        CheckpointError: of kind ``unsupported``, for a tensor without data.
     """
     tensor = tensor.detach()
+    if tensor.device.type == "meta":
+        raise CheckpointError("A tensor on the meta device has no data that could be saved.", kind="unsupported")
     copied = 0
-    if tensor.device.type not in ("cpu", "meta"):
+    if tensor.device.type != "cpu":
         tensor = tensor.cpu()
         copied = tensor.numel() * tensor.element_size()
     out = Encoded()

@@ -10,13 +10,16 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-from dcp_storage.errors import CheckpointError, CorruptCheckpointError, portable
+from dcp_storage.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError, portable
 from dcp_storage.extensions import untransformed
 from dcp_storage.pickles import reserialized
+from dcp_storage.placing import fill
 from dcp_storage.reading import LoadSteps
 from dcp_storage.records import ItemRecord
 
 __all__ = ["Finish", "resolve"]
+
+_ZIP = b"PK\x03\x04"
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,14 @@ class Finish:
         else:  # not the raw bytes of a plain tensor: the whole item is loaded, then the wanted box is taken out of it
             key = self.item.dest_index.fqn
             raw = self._untransformed(data)
+            # A safetensors file begins with the length of its header, which is JSON.
+            if bytes(raw[:4]) != _ZIP and bytes(raw[8:9]) == b"{":
+                raise IncompatibleCheckpointError(
+                    f"{self.path}: {key!r} was saved by stock torch's writer with serialization_format=SAFETENSORS, "
+                    "whose metadata does not say where the numbers are. Load it with torch's HuggingFaceStorageReader.",
+                    path=self.path,
+                    key=key,
+                )
             value = self.steps.load_object(raw, trusted_globals=self.trusted_globals, path=self.path, key=key)
             if not isinstance(value, torch.Tensor):
                 raise CorruptCheckpointError(
@@ -77,7 +88,7 @@ class Finish:
             for dim, (first, count) in enumerate(zip(self.item.storage_offsets, self.item.lengths, strict=True)):
                 if (first, count) != (0, value.shape[dim]):
                     value = value.narrow(dim, first, count)
-            target.copy_(value)
+            fill(target, value, key)
         self._tell(lambda: self.planner.commit_tensor(self.item, target), "planner.commit_tensor")
 
     def _untransformed(self, data: torch.Tensor | memoryview) -> memoryview:

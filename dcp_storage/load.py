@@ -179,7 +179,7 @@ class _Pipeline:
                 staging = self._stage(stop - start)
                 at = tuple(a + b for a, b in zip(strip.at, part.at, strict=True))
                 view = view_of(staging, part.start - start, dtype, part.lengths, stride)
-                place = Place(target, at, part.lengths, view)
+                place = Place(target, at, part.lengths, view, record.key)
                 yield _Job(item, [memoryview(staging)], place, stop - start), start, stop
 
     def _stage(self, size: int) -> bytearray:

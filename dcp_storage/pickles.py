@@ -115,7 +115,10 @@ def load_object(
     found = records(bytes(data), path=path, key=key)
     if "data.pkl" not in found:
         raise CorruptCheckpointError("An object entry is damaged: it has no data.pkl.", path=path, key=key)
-    swap = bytes(found.get("byteorder", b"little")) != sys.byteorder.encode()
+    order = bytes(found.get("byteorder", b"little"))
+    if order not in (b"little", b"big"):
+        raise CorruptCheckpointError("An object entry is damaged: it names no byte order.", path=path, key=key)
+    swap = order != sys.byteorder.encode()
     machine = Machine(
         bytes(found["data.pkl"]),
         Allowed(trusted_globals).find,
@@ -167,6 +170,8 @@ def _storages(found: Mapping[str, memoryview], *, swap: bool) -> Callable[[Any],
             loaded[key] = storage
         if count * kind.dtype.itemsize > storage.nbytes():
             raise ValueError(f"a storage of {storage.nbytes()} bytes is called one of {count} elements")
-        return typed(wrap_storage=storage, dtype=kind.dtype, _internal=True)
+        wrapped = typed(wrap_storage=storage, dtype=kind.dtype, _internal=True)
+        wrapped.other_order = swap and kind.untyped  # only the tensor over it knows how wide its numbers are
+        return wrapped
 
     return load

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import torch
 
+from dcp_storage.errors import IncompatibleCheckpointError
 from dcp_storage.pickles_machine import NotAllowedError, Rule
 
 __all__ = ["TORCH_RULES", "StorageType"]
@@ -44,9 +45,10 @@ _STORAGES: Final = {  # the names that torch.save still writes; newer dtypes com
 
 @dataclass(frozen=True)
 class StorageType:
-    """What a pickle names where it means storages of one dtype."""
+    """What a pickle names where it means storages of one dtype, or (``untyped``) of bytes that a tensor gives one."""
 
     dtype: torch.dtype
+    untyped: bool = False
 
 
 def _counts(values: Any) -> tuple[int, ...]:
@@ -110,6 +112,11 @@ def _tensor_v3(
     untyped, _ = _storage(storage)
     if type(dtype) is not torch.dtype:
         raise NotAllowedError("not a dtype")
+    if getattr(storage, "other_order", False) and dtype.itemsize > 1:
+        raise IncompatibleCheckpointError(
+            f"A tensor of dtype {str(dtype).removeprefix('torch.')} was saved on a machine of the other byte order, "
+            "which torch.save notes in no way that it could be put right."
+        )
     return _dressed(_strided(untyped, dtype, offset, size, stride), requires_grad, hooks, metadata)
 
 
@@ -190,7 +197,7 @@ def _rules() -> dict[str, Callable[[], Rule]]:
         "torch.Size": partial(Rule, torch.Size, _size, cost=96),
         "torch.device": partial(Rule, torch.device, _device),
         "torch.serialization._get_layout": partial(Rule, _layout, _layout),
-        "torch.storage.UntypedStorage": partial(Rule, StorageType(torch.uint8)),
+        "torch.storage.UntypedStorage": partial(Rule, StorageType(torch.uint8, untyped=True)),
     }
     for name, function in (
         ("_rebuild_tensor_v2", _tensor_v2),

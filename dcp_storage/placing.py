@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from dcp_storage.codec import dtype_named
+from dcp_storage.codec import dtype_named, name_of_dtype
 from dcp_storage.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from dcp_storage.records import ItemRecord
 
-__all__ = ["Check", "Place", "Taker", "check_blocks", "dtype_of", "is_direct", "product", "view_of"]
+__all__ = ["Check", "Place", "Taker", "check_blocks", "dtype_of", "fill", "is_direct", "product", "view_of"]
 
 Check = Callable[[str, ItemRecord, int, Sequence[memoryview]], CorruptCheckpointError | None]
 
@@ -91,18 +93,52 @@ class Place:
         at: where the box begins in it.
         lengths: the box's size.
         view: the box in the staging buffer.
+        key: the state-dict key, for errors.
     """
 
     target: torch.Tensor
     at: tuple[int, ...]
     lengths: tuple[int, ...]
     view: torch.Tensor
+    key: str
 
     def __call__(self) -> None:
         place = self.target
         for dim, (first, count) in enumerate(zip(self.at, self.lengths, strict=True)):
             place = place.narrow(dim, first, count)
-        place.copy_(self.view)
+        fill(place, self.view, self.key)
+
+
+def fill(target: torch.Tensor, value: torch.Tensor, key: str) -> None:
+    """Copies a value into a target of its shape, cast to the target's dtype.
+
+    Raises:
+        IncompatibleCheckpointError: torch has no such cast, or the two are quantized in different ways.
+    """
+    if value.is_quantized and not target.is_quantized:
+        value = value.dequantize()
+    elif value.is_quantized and _quantizer(value) != _quantizer(target):
+        # copy_ would take over the integers and leave the target's scale: other numbers than the saved ones.
+        raise IncompatibleCheckpointError(
+            f"The tensor {key!r} was quantized with other scales or zero points than its target has.", key=key
+        )
+    try:
+        target.copy_(value)
+    except (RuntimeError, TypeError) as error:
+        raise IncompatibleCheckpointError(
+            f"The tensor {key!r} of dtype {name_of_dtype(value.dtype)} cannot be copied into a target of dtype "
+            f"{name_of_dtype(target.dtype)}: {str(error).partition(chr(10))[0][:200]}",
+            key=key,
+            cause=error,
+        ) from error
+
+
+def _quantizer(tensor: torch.Tensor) -> tuple[Any, ...]:
+    scheme = tensor.qscheme()
+    if scheme == torch.per_tensor_affine:
+        return tensor.dtype, scheme, tensor.q_scale(), tensor.q_zero_point()
+    scales, zeros = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+    return tensor.dtype, scheme, tensor.q_per_channel_axis(), scales.tolist(), zeros.tolist()
 
 
 def view_of(
@@ -134,7 +170,7 @@ def dtype_of(item: ItemRecord) -> torch.dtype:
     """The element type of an item's raw payload, checked against its length.
 
     Raises:
-        IncompatibleCheckpointError: this torch does not have it.
+        IncompatibleCheckpointError: this torch does not have it, or this machine has another byte order.
         CorruptCheckpointError: shape, dtype and length do not fit each other.
     """
     dtype = dtype_named(item.dtype or "")
@@ -142,6 +178,10 @@ def dtype_of(item: ItemRecord) -> torch.dtype:
         raise IncompatibleCheckpointError(
             f"The tensor {item.key!r} is of dtype {item.dtype}, which torch {torch.__version__} does not have.",
             key=item.key,
+        )
+    if sys.byteorder != "little" and dtype.itemsize > 1:
+        raise IncompatibleCheckpointError(
+            f"The bytes of {item.key!r} are little-endian, and this machine is {sys.byteorder}-endian.", key=item.key
         )
     if product(item.shape or ()) * dtype.itemsize != item.payload_length:
         raise CorruptCheckpointError(

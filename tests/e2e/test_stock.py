@@ -20,7 +20,11 @@ from dcp_storage import FsspecStorageReader, NotCommittedError, SaveOptions
 from dcp_storage.errors import CheckpointExistsError
 from tests.e2e import ALONE, Place, assert_same, failure, like, load, place_of, save, small_state
 
-pytestmark = pytest.mark.filterwarnings(ALONE)
+pytestmark = [
+    pytest.mark.filterwarnings(ALONE),
+    # torch 2.14 says so of every remote stream of its own writer
+    pytest.mark.filterwarnings("ignore:fsync not supported for this stream:UserWarning"),
+]
 
 
 def stock_reader(place: Place) -> Any:

@@ -86,7 +86,7 @@ def test_a_staged_box_gets_to_its_place(dims: list[tuple[int, int, int]], dtype:
     view = view_of(bytearray(skip) + bytearray(raw), skip, dtype, lengths, stride)
     target = torch.full(tuple(length + after for _, length, after in dims), 77).to(dtype)
     at = tuple(after for _, _, after in dims)
-    Place(target, at, lengths, view)()
+    Place(target, at, lengths, view, "a")()
     wanted = torch.full(target.shape, 77).to(dtype)
     box = source
     for dim, (before, length, after) in enumerate(dims):
