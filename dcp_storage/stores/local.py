@@ -5,30 +5,23 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
 import stat
-import string
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from dcp_storage.errors import ObjectNotFoundError, ObjectTooShortError, StoreError, UntrustedDataError
+from dcp_storage.names import new_token
 from dcp_storage.store import Atomicity, Buffers, Entry, Store, Upload, check_name, total
 from dcp_storage.stores.local_create import place
 from dcp_storage.stores.local_syscalls import IOV_MAX, Syscalls, advance, make_folders, sync_folder, write_new
 from dcp_storage.stores.local_upload import LocalUpload
 from dcp_storage.stores.translate import store_error
 
-__all__ = ["LocalStore", "scratch_token"]
+__all__ = ["LocalStore"]
 
 # The disk cannot take a scratch file: read-only, not ours, full, or not there yet.
 _NO_SCRATCH = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOENT})
-
-
-def scratch_token() -> str:
-    """Sixteen random letters and digits, a letter first, so that ``.commit.<token>`` never reads as a number."""
-    first = secrets.choice(string.ascii_lowercase)
-    return first + "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(15))
 
 
 class LocalStore(Store):
@@ -177,7 +170,7 @@ class LocalStore(Store):
         """Does nothing: an upload that its process left is an ordinary file, and :meth:`delete` removes it."""
 
     def now(self) -> float:
-        path = self._path(f".claim.{scratch_token()}")
+        path = self._path(f".claim.{new_token()}")
         try:
             fd = self._calls.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except OSError as error:
@@ -196,9 +189,9 @@ class LocalStore(Store):
         return f"{self.url.rstrip('/')}/{check_name(name)}"
 
     def _temp(self, name: str) -> str:
-        beside = f"{name}.{scratch_token()}"
+        beside = f"{name}.{new_token()}"
         # A name near the limit of 255 bytes leaves no room for the token.
-        return self._path(beside if len(os.fsencode(beside)) <= 255 else f".claim.{scratch_token()}")
+        return self._path(beside if len(os.fsencode(beside)) <= 255 else f".claim.{new_token()}")
 
     def _discard(self, temp: str) -> None:
         # After a rename it is gone; where it cannot be removed, what happened before is what counts, and prune sweeps.

@@ -28,8 +28,8 @@ from dcp_storage.errors import (
     StoreError,
     UntrustedDataError,
 )
+from dcp_storage.names import new_token
 from dcp_storage.store import Atomicity, Buffers, Entry, Store, Upload, check_name, total
-from dcp_storage.stores.local import scratch_token
 from dcp_storage.stores.remote_files import Connection, RemoteUpload, fresh_info, write_file
 from dcp_storage.stores.translate import store_error, unmasked
 
@@ -251,7 +251,7 @@ class FsspecStore(Store):
         """Does nothing: fsspec has no way to name an upload that is not its own."""
 
     def now(self) -> float:
-        name = f".claim.{scratch_token()}"
+        name = f".claim.{new_token()}"
         try:
             self.put(name, [memoryview(b"now")])
         except StoreError as error:
@@ -270,8 +270,8 @@ class FsspecStore(Store):
 
     def _put_by_rename(self, name: str, buffers: Buffers) -> None:
         # Files grow in place here, so replacing one takes a second file and a rename.
-        beside = f"{name}.{scratch_token()}"
-        temp = self._path(beside if len(beside.encode()) <= 255 else f".claim.{scratch_token()}")
+        beside = f"{name}.{new_token()}"
+        temp = self._path(beside if len(beside.encode()) <= 255 else f".claim.{new_token()}")
         try:
             write_file(self._fs, temp, buffers)
             self._fs.mv(temp, self._path(name))

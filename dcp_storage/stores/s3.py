@@ -7,8 +7,6 @@ for each call, on its aiobotocore client: see :mod:`dcp_storage.stores.s3_sessio
 from __future__ import annotations
 
 import asyncio
-import secrets
-import string
 import zlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeVar
@@ -23,6 +21,7 @@ from dcp_storage.errors import (
     StoreError,
     UntrustedDataError,
 )
+from dcp_storage.names import new_token
 from dcp_storage.store import Atomicity, Buffers, Entry, Store, Upload, check_name, total
 from dcp_storage.stores.location import without_password
 from dcp_storage.stores.s3_bodies import body_of, checksum_of, date_of, fill, next_piece, part_of
@@ -142,9 +141,7 @@ class S3Store(Store):
         return known
 
     async def _probe(self, client: S3Client) -> Atomicity:
-        letters = string.ascii_lowercase + string.digits
-        token = secrets.choice(string.ascii_lowercase) + "".join(secrets.choice(letters) for _ in range(15))
-        scratch = {"Bucket": self._bucket, "Key": self._key(f".claim.{token}")}
+        scratch = {"Bucket": self._bucket, "Key": self._key(f".claim.{new_token()}")}
         try:
             await client.send("put_object", **scratch, Body=body_of([]), IfNoneMatch="*")
             await client.send("put_object", **scratch, Body=body_of([]), IfNoneMatch="*")

@@ -15,9 +15,10 @@ from dcp_storage.errors import (
     ObjectExistsError,
     StoreError,
 )
+from dcp_storage.names import new_token
 from dcp_storage.store import Atomicity
 from dcp_storage.stores import local_create
-from dcp_storage.stores.local import LocalStore, scratch_token
+from dcp_storage.stores.local import LocalStore
 from dcp_storage.stores.local_syscalls import Syscalls, rename_noreplace
 from tests.stores.local_kit import WAYS, Recorded, Trace, failing, half_written, names
 
@@ -94,7 +95,7 @@ class TestPut(Recorded):
 
     def test_tokens_never_read_as_numbers(self) -> None:
         """Tokens are sixteen small letters and digits, a letter first, and do not repeat."""
-        tokens = {scratch_token() for _ in range(500)}
+        tokens = {new_token() for _ in range(500)}
         assert len(tokens) == 500
         assert all(re.fullmatch("[a-z][a-z0-9]{15}", token) for token in tokens)
 
