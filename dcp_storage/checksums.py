@@ -7,16 +7,15 @@ CRC-32 of blocks, payloads, items, parts and the file.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from dcp_storage.codec import Encoded
-from dcp_storage.crc import combine_all
+from dcp_storage.crc import combine_all, crc32
 from dcp_storage.records import block_size
 from dcp_storage.store import Buffers
 
-__all__ = ["Item", "PartSums", "cells_of", "piece_sums", "sums_of_items"]
+__all__ = ["Item", "PartSums", "cells_of", "known_of", "piece_sums", "sums_of_items"]
 
 Piece = tuple[int, int]
 """A CRC-32 and the bytes it is of."""
@@ -49,27 +48,37 @@ def cells_of(item: Encoded) -> Iterator[int]:
     yield item.length - item.payload_offset - item.payload_length
 
 
-def piece_sums(buffers: Buffers, lengths: Sequence[int]) -> PartSums:
+def known_of(item: Encoded) -> Iterator[int | None]:
+    """The CRC-32 of each cell of an item where it is known before the bytes go by, else None."""
+    yield None
+    blocks = -(-item.payload_length // block_size(item.payload_length))
+    yield from item.blocks or (None for _ in range(blocks))
+    yield None
+
+
+def piece_sums(buffers: Buffers, lengths: Sequence[int], known: Sequence[int | None] = ()) -> PartSums:
     """Checksums a part's bytes.
 
     Args:
         buffers: the part.
         lengths: bytes of each piece, in order; they add up to the part.
+        known: the CRC-32 of each piece, None where it must be made; empty: of every piece.
     """
     out = PartSums()
     source = iter(buffers)
     rest = memoryview(b"")
-    for length in lengths:
+    for length, found in zip(lengths, known or (None for _ in lengths), strict=True):
         crc, missing = 0, length
         while missing:
             if not rest.nbytes:
                 rest = next(source)
                 continue
             taken = rest[:missing]
-            crc = zlib.crc32(taken, crc)
+            if found is None:
+                crc = crc32(taken, crc)
             missing -= taken.nbytes
             rest = rest[taken.nbytes :]
-        out.pieces.append((crc, length))
+        out.pieces.append((crc if found is None else found, length))
     out.crc32 = combine_all(out.pieces)
     return out
 

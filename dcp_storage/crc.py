@@ -8,10 +8,14 @@ message multiplies its CRC by x^(8n) modulo the CRC polynomial.
 from __future__ import annotations
 
 import functools
-import zlib
 from collections.abc import Iterable, Sequence
 
-__all__ = ["combine", "combine_all", "crc32_of"]
+try:
+    from isal.isal_zlib import crc32  # the same sums, about three times as fast (docs/design/015)
+except ImportError:  # no wheel for this processor
+    from zlib import crc32
+
+__all__ = ["block_sums", "combine", "combine_all", "crc32", "crc32_of"]
 
 _POLYNOMIAL = 0xEDB88320  # reflected, as zlib has it
 _WORTH_TABLES = 8  # pieces in a row from which on building tables pays
@@ -91,5 +95,10 @@ def crc32_of(buffers: Iterable[memoryview | bytes]) -> int:
     """The CRC-32 of buffers in a row."""
     crc = 0
     for buffer in buffers:
-        crc = zlib.crc32(buffer, crc)
+        crc = crc32(buffer, crc)
     return crc
+
+
+def block_sums(data: memoryview, block: int) -> tuple[int, ...]:
+    """The CRC-32 of each run of ``block`` bytes; the last may be shorter."""
+    return tuple(crc32(data[at : at + block]) for at in range(0, data.nbytes, block))

@@ -15,11 +15,13 @@ from dcp_storage.errors import UntrustedDataError
 __all__ = [
     "CLAIM",
     "MANIFEST",
+    "PIN",
     "STOCK_VIEW",
     "blocks_claim",
     "check_name",
     "commit_name",
     "commit_number",
+    "is_name",
     "is_ours",
     "is_stock_view",
     "manifest_name",
@@ -34,6 +36,7 @@ __all__ = [
 CLAIM = ".claim"
 MANIFEST = ".manifest"
 STOCK_VIEW = ".metadata"
+PIN = ".pin"  # keeps a checkpoint from being deleted; not ours to delete
 
 _TOKEN = r"[a-z][a-z0-9]{15}"
 # Up to two tokens behind a name: an attempt's own one, and that of a local temporary file of it.
@@ -55,16 +58,21 @@ def check_name(name: str) -> str:
         UntrustedDataError: it is empty, ``"."``, ``".."``, longer than 255 bytes, or holds ``/``, ``\\`` or a control
             character.
     """
-    if (
+    if not is_name(name):
+        raise UntrustedDataError(f"The name {name!r} is refused: it could leave the checkpoint's folder.", name=name)
+    return name
+
+
+def is_name(name: str) -> bool:
+    """Whether :func:`check_name` takes ``name``."""
+    return not (
         not name
         or name in (".", "..")
         or "/" in name
         or "\\" in name
         or any(ord(c) < 32 or ord(c) == 127 for c in name)
         or len(name.encode("utf-8", "surrogatepass")) > 255
-    ):
-        raise UntrustedDataError(f"The name {name!r} is refused: it could leave the checkpoint's folder.", name=name)
-    return name
+    )
 
 
 def new_token() -> str:

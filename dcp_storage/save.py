@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from dcp_storage.budget import Budget
-from dcp_storage.checksums import PartSums, cells_of, piece_sums, sums_of_items
+from dcp_storage.checksums import PartSums, cells_of, known_of, piece_sums, sums_of_items
 from dcp_storage.codec import Encoded
 from dcp_storage.crc import combine_all
 from dcp_storage.errors import StoreError
@@ -143,7 +143,7 @@ class _Pipeline:
             try:
                 if self.failed.is_set():
                     return
-                found = piece_sums(part.buffers, part.lengths)
+                found = piece_sums(part.buffers, part.lengths, part.known)
                 sums.pieces, sums.crc32 = found.pieces, found.crc32
                 if file.upload is None:
                     self.store.put(file.name, part.buffers, crc32=sums.crc32)
@@ -220,10 +220,11 @@ class _Pipeline:
 
 @dataclass
 class _Part:
-    """A part's buffers, and the lengths of its pieces (cells, cut at the part's borders)."""
+    """A part's buffers, the lengths of its pieces (cells, cut at the part's borders), and their sums where known."""
 
-    buffers: list[memoryview]
-    lengths: list[int]
+    buffers: list[memoryview] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    known: list[int | None] = field(default_factory=list)
 
 
 class _Cutter:
@@ -232,13 +233,14 @@ class _Cutter:
     def __init__(self, size_of: Callable[[int], int]) -> None:
         self._size_of = size_of
         self._number = 1
-        self._part = _Part([], [])
+        self._part = _Part()
         self._room = size_of(1)
 
     def add(self, item: Encoded) -> Iterable[_Part]:
         """Takes an item; gives every part that is full now."""
-        cells = cells_of(item)
-        cell = next(cells)
+        cells = zip(cells_of(item), known_of(item), strict=True)
+        whole, known = next(cells)
+        cell = whole
         for buffer in item.buffers:
             rest = buffer
             while rest.nbytes:
@@ -251,16 +253,18 @@ class _Cutter:
                 left = taken.nbytes
                 while left:
                     if not cell:
-                        cell = next(cells)
+                        whole, known = next(cells)
+                        cell = whole
                         continue
                     step = min(cell, left)
                     self._part.lengths.append(step)
+                    self._part.known.append(known if step == whole else None)
                     cell -= step
                     left -= step
 
     def rest(self) -> _Part:
         """The part as it is now; the next one begins."""
-        part, self._part = self._part, _Part([], [])
+        part, self._part = self._part, _Part()
         self._number += 1
         self._room = self._size_of(self._number)
         return part

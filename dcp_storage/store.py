@@ -29,9 +29,9 @@ import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dcp_storage.names import check_name
+from dcp_storage.names import check_name, is_name
 
-__all__ = ["Atomicity", "Buffers", "Entry", "Store", "Upload", "WrappedStore", "check_name", "total"]
+__all__ = ["Atomicity", "Buffers", "Entry", "Store", "Upload", "WrappedStore", "check_name", "is_name", "total"]
 
 Buffers = Sequence[memoryview]
 """Bytes in several pieces, in order: flat (``"B"``, one-dimensional, C-contiguous) memoryviews."""
@@ -145,6 +145,18 @@ class Store(abc.ABC):
         """
 
     @abc.abstractmethod
+    def folders(self) -> list[str]:
+        """The names of the sub-folders directly in this folder, each once, in any order; no objects.
+
+        As :meth:`entries`: MUST see every sub-folder with an object whose write returned before the call, and MUST
+        raise if any page of the listing fails (invariant I10); a folder that does not exist is empty, a bucket that
+        does not exist is :class:`~dcp_storage.errors.ObjectNotFoundError`, a path that is a file is a StoreError with
+        ``ENOTDIR``. It SHOULD be one listing with a delimiter, which costs nothing for what is in the sub-folders. A
+        sub-folder that holds nothing MAY be left out, and one whose name fails :func:`check_name` MUST be: nobody
+        could open it.
+        """
+
+    @abc.abstractmethod
     def size(self, name: str) -> int:
         """The object's size in bytes. Raises ObjectNotFoundError where there is none."""
 
@@ -245,6 +257,9 @@ class WrappedStore(Store):
 
     def entries(self) -> list[Entry]:
         return self.inner.entries()
+
+    def folders(self) -> list[str]:
+        return self.inner.folders()
 
     def size(self, name: str) -> int:
         return self.inner.size(name)

@@ -68,6 +68,9 @@ class RequestStore(WrappedStore, abc.ABC):
     def entries(self) -> list[Entry]:
         return self.request(Request("entries"), self.inner.entries)
 
+    def folders(self) -> list[str]:
+        return self.request(Request("folders"), self.inner.folders)
+
     def size(self, name: str) -> int:
         return self.request(Request("size", name), lambda: self.inner.size(name))
 

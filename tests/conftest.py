@@ -1,4 +1,4 @@
-"""Fixtures that every test may use: the S3 servers on loopback and a pool of warm rank workers."""
+"""What every test may use: the object stores on loopback and a pool of warm rank workers; and what none may leave."""
 
 from __future__ import annotations
 
@@ -7,13 +7,19 @@ from collections.abc import Iterator
 import pytest
 
 from dcp_storage.testing.ranks import RankPool
-from tests.servers.fixtures import bucket, ministack, moto, seaweedfs
+from tests.servers.fixtures import bucket, ministack, moto, seaweedfs, strict
+from tests.servers.leftovers import MARKER, Leftovers
 
-__all__ = ["bucket", "ministack", "moto", "ranks", "seaweedfs"]
+__all__ = ["bucket", "ministack", "moto", "ranks", "seaweedfs", "strict"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", MARKER)
+    config.pluginmanager.register(Leftovers(), "leftovers")
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """A pool that runs a function on any number of real gloo ranks."""
-    with RankPool(preload=("pytest", "dcp_storage")) as pool:
+    with RankPool(preload=("pytest", "dcp_storage.reader", "dcp_storage.writer")) as pool:
         yield pool

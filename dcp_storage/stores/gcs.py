@@ -19,7 +19,7 @@ from dcp_storage.names import new_token
 from dcp_storage.store import Atomicity, Buffers, Entry, Store, Upload, check_name, total
 from dcp_storage.stores.gcs_crc32c import crc32c_of
 from dcp_storage.stores.gcs_errors import Refused, Request, translated
-from dcp_storage.stores.gcs_listing import list_objects, list_parts
+from dcp_storage.stores.gcs_listing import list_folders, list_objects, list_parts
 from dcp_storage.stores.gcs_sending import CREATE, send_whole
 from dcp_storage.stores.gcs_session import GcsClient, GcsSession, gcsfs_options
 from dcp_storage.stores.gcs_upload import GcsUpload, delete_keys
@@ -203,6 +203,10 @@ class GcsStore(Store):
         """All objects of the folder; parts of open uploads are objects too."""
         request = self._request("entries")
         return self._call(request, lambda client: list_objects(client, request, self._prefix))
+
+    def folders(self) -> list[str]:
+        request = self._request("folders")
+        return self._call(request, lambda client: list_folders(client, request, self._prefix))
 
     def open_uploads(self) -> list[Entry]:
         """Uploads whose parts are still there, found by the note that each part carries.

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
-from dcp_storage.store import Entry
+from dcp_storage.store import Entry, is_name
 from dcp_storage.stores.gcs_errors import Request
 from dcp_storage.stores.gcs_session import GcsClient
 from dcp_storage.stores.gcs_upload import UPLOAD_NOTE
 
-__all__ = ["OpenPart", "list_objects", "list_parts"]
+__all__ = ["OpenPart", "list_folders", "list_objects", "list_parts"]
 
 PAGE = "1000"
 TIME = re.compile(r"(\d+-\d+-\d+T\d+:\d+:\d+)(\.\d+)?(Z|[+-]\d+:\d+)")
@@ -55,31 +55,45 @@ async def list_parts(client: GcsClient, request: Request, prefix: str) -> list[O
     return found
 
 
+async def list_folders(client: GcsClient, request: Request, prefix: str) -> list[str]:
+    """The names of the folders directly under ``prefix``: what the names below it share up to their next slash."""
+    found: dict[str, None] = {}  # a server may name a folder on the page where it begins and on the next
+    async for page in _pages(client, request, prefix, "prefixes"):
+        for shared in page.get("prefixes", ()):
+            name = _under(request, prefix, shared).removesuffix("/")
+            if is_name(name):
+                found[name] = None
+    return list(found)
+
+
 async def _items(
     client: GcsClient, request: Request, prefix: str, fields: str
 ) -> AsyncIterator[tuple[str, dict[str, Any]]]:
-    params = {
-        "prefix": prefix,
-        "delimiter": "/",
-        "maxResults": PAGE,
-        "fields": f"nextPageToken,items({fields})",
-    }
-    place = None
-    while True:
-        page = (await client.send("GET", client.url("b", request.bucket, "o"), params)).json()
+    async for page in _pages(client, request, prefix, f"items({fields})"):
         for item in page.get("items", ()):
-            key: str = item["name"]
-            if not key.startswith(prefix):
-                raise request.error(f"the server listed {key!r}, which is not under {prefix!r}.")
-            name = key[len(prefix) :]
+            name = _under(request, prefix, item["name"])
             if name and "/" not in name:  # the key that ends with the slash is a console's marker of a folder
                 yield name, item
+
+
+async def _pages(client: GcsClient, request: Request, prefix: str, fields: str) -> AsyncIterator[dict[str, Any]]:
+    params = {"prefix": prefix, "delimiter": "/", "maxResults": PAGE, "fields": f"nextPageToken,{fields}"}
+    place = None
+    while True:
+        page: dict[str, Any] = (await client.send("GET", client.url("b", request.bucket, "o"), params)).json()
+        yield page
         following = page.get("nextPageToken")
         if not following:
             return
         if following == place:
             raise request.error("the server says that the listing goes on, but not from where.")
         place = params["pageToken"] = following
+
+
+def _under(request: Request, prefix: str, key: str) -> str:
+    if not key.startswith(prefix):
+        raise request.error(f"the server listed {key!r}, which is not under {prefix!r}.")
+    return key[len(prefix) :]
 
 
 def _seconds(text: str | None) -> float | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dcp_storage.errors import ObjectNotFoundError, ObjectTooShortError, StoreError, UntrustedDataError
 from dcp_storage.names import new_token
-from dcp_storage.store import Atomicity, Buffers, Entry, Store, Upload, check_name, total
+from dcp_storage.store import Atomicity, Buffers, Entry, Store, Upload, check_name, is_name, total
 from dcp_storage.stores.local_create import place
 from dcp_storage.stores.local_syscalls import IOV_MAX, Syscalls, advance, make_folders, sync_folder, write_new
 from dcp_storage.stores.local_upload import LocalUpload
@@ -64,6 +64,20 @@ class LocalStore(Store):
                         if entry.is_file():
                             info = entry.stat()
                             found.append(Entry(entry.name, info.st_size, info.st_mtime))
+        return found
+
+    def folders(self) -> list[str]:
+        found = []
+        with self._errors("folders"):
+            try:
+                listing = os.scandir(self.url)
+            except FileNotFoundError:
+                return []
+            with listing:
+                for entry in listing:
+                    with contextlib.suppress(FileNotFoundError):  # removed since it was listed
+                        if entry.is_dir() and is_name(entry.name):
+                            found.append(entry.name)
         return found
 
     def size(self, name: str) -> int:

@@ -15,6 +15,8 @@ from dcp_storage.stores.translate import store_error
 
 __all__ = ["LocalUpload"]
 
+_WORTH_RESERVING = 1 << 20  # bytes of a part
+
 
 class LocalUpload(Upload):
     """One file that grows under its final name.
@@ -47,11 +49,14 @@ class LocalUpload(Upload):
     def write_part(self, number: int, offset: int, buffers: Buffers, *, crc32: int | None = None) -> None:
         if self._state != "open":
             raise self._ended("write_part")
+        size = total(buffers)
         try:
+            if size >= _WORTH_RESERVING:
+                self._calls.reserve(self._fd, offset, size)
             write_all(self._calls, self._fd, buffers, offset)
         except OSError as error:
             raise self._error(error, "write_part") from error
-        self._parts.add(number, offset, total(buffers))
+        self._parts.add(number, offset, size)
 
     def complete(self) -> None:
         with self._lock:

@@ -17,7 +17,7 @@ from dcp_storage.errors import (
     StoreError,
     UntrustedDataError,
 )
-from dcp_storage.store import Atomicity, Buffers, Entry, Store, Upload, check_name, total
+from dcp_storage.store import Atomicity, Buffers, Entry, Store, Upload, check_name, is_name, total
 from dcp_storage.stores.parts import Parts
 
 __all__ = ["MemoryStore"]
@@ -70,6 +70,16 @@ class MemoryStore(Store):
         if not found and self._folder in self._objects:
             raise self._no_folder("entries", self._folder)
         return found
+
+    def folders(self) -> list[str]:
+        prefix = f"{self._folder.rstrip('/')}/"
+        paths = [key for key in tuple(self._objects) if key.startswith(prefix)]
+        if not paths and self._folder in self._objects:
+            raise self._no_folder("folders", self._folder)
+        inside = [path.removeprefix(prefix).partition("/") for path in paths]
+        names = [head for head, slash, _ in inside if slash]
+        names += [p.removeprefix(prefix).partition("/")[0] for p in tuple(self._fs.pseudo_dirs) if p.startswith(prefix)]
+        return [name for name in dict.fromkeys(names) if is_name(name)]
 
     def size(self, name: str) -> int:
         return len(self._body("size", name))

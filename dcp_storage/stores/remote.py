@@ -29,7 +29,7 @@ from dcp_storage.errors import (
     UntrustedDataError,
 )
 from dcp_storage.names import new_token
-from dcp_storage.store import Atomicity, Buffers, Entry, Store, Upload, check_name, total
+from dcp_storage.store import Atomicity, Buffers, Entry, Store, Upload, check_name, is_name, total
 from dcp_storage.stores.remote_files import Connection, RemoteUpload, fresh_info, write_file
 from dcp_storage.stores.translate import store_error, unmasked
 
@@ -100,9 +100,25 @@ class FsspecStore(Store):
                 raise self._no_folder("make_folder")
 
     def entries(self) -> list[Entry]:
+        return [
+            Entry(path, self.size(path) if info["size"] is None else int(info["size"]), _modified(info))
+            for path, info in self._list("entries")
+            if "/" not in path and info["type"] == "file" and not info["name"].endswith("/")
+        ]
+
+    def folders(self) -> list[str]:
+        found = (
+            path.partition("/")[0]  # some list what is deeper too
+            for path, info in self._list("folders")
+            if "/" in path or info["type"] == "directory" or info["name"].endswith("/")
+        )
+        return [name for name in dict.fromkeys(found) if is_name(name)]
+
+    def _list(self, operation: str) -> list[tuple[str, dict[str, Any]]]:
+        """What lies in the folder, by its path in it."""
         if self._web:  # EACCES: the caller probes for the names that it knows
-            raise self._no_web("entries", errno.EACCES, "a web server has no listing that can be trusted")
-        with self._errors("entries"):
+            raise self._no_web(operation, errno.EACCES, "a web server has no listing that can be trusted")
+        with self._errors(operation):
             self._fs.invalidate_cache(self._folder)
             try:
                 listing = self._fs.ls(self._folder, detail=True, **({"refresh": True} if self._refreshes else {}))
@@ -116,16 +132,13 @@ class FsspecStore(Store):
             found, is_file = [], False
             folder = self._folder.strip("/")
             for info in listing:
-                above, _, name = self._fs._strip_protocol(info["name"]).strip("/").rpartition("/")
-                if info["type"] != "file" or info["name"].endswith("/"):
-                    continue
-                if above == folder:
-                    size = info["size"] if info["size"] is not None else self.size(name)
-                    found.append(Entry(name, int(size), _modified(info)))
-                elif f"{above}/{name}".strip("/") == folder:
-                    is_file = True
+                path = self._fs._strip_protocol(info["name"]).strip("/")
+                if path == folder:
+                    is_file = is_file or (info["type"] == "file" and not info["name"].endswith("/"))
+                elif not folder or path.startswith(f"{folder}/"):
+                    found.append((path[len(folder) + bool(folder) :], info))
             if is_file and not found:
-                raise self._no_folder("entries")
+                raise self._no_folder(operation)
         return found
 
     def size(self, name: str) -> int:

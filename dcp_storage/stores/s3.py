@@ -26,7 +26,7 @@ from dcp_storage.store import Atomicity, Buffers, Entry, Store, Upload, check_na
 from dcp_storage.stores.location import without_password
 from dcp_storage.stores.s3_bodies import body_of, checksum_of, date_of, fill, next_piece, part_of
 from dcp_storage.stores.s3_errors import Request, code_of, field_of, status_of, translated
-from dcp_storage.stores.s3_listing import list_objects, list_uploads
+from dcp_storage.stores.s3_listing import list_folders, list_objects, list_uploads
 from dcp_storage.stores.s3_session import S3Client, S3Session, s3fs_options
 from dcp_storage.stores.s3_upload import S3Upload, abort_each
 
@@ -218,6 +218,10 @@ class S3Store(Store):
     def entries(self) -> list[Entry]:
         request = self._request("entries")
         return self._call(request, lambda client: list_objects(client, request, self._prefix))
+
+    def folders(self) -> list[str]:
+        request = self._request("folders")
+        return self._call(request, lambda client: list_folders(client, request, self._prefix))
 
     def open_uploads(self) -> list[Entry]:
         request = self._request("open_uploads")

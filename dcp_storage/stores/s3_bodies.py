@@ -3,27 +3,78 @@
 from __future__ import annotations
 
 import base64
-import io
+import os
 import re
 from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
 from typing import Any
 
 import aiohttp
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.payload import Payload
 
-from dcp_storage.store import Buffers
+from dcp_storage.store import Buffers, total
 
-__all__ = ["body_of", "checksum_of", "date_of", "fill", "next_piece", "part_of"]
+__all__ = ["Body", "body_of", "checksum_of", "date_of", "fill", "next_piece", "part_of"]
 
+SENT = 512 * 1024  # bytes per write to the socket
 PIECE = 256 * 1024  # bytes per read where the HTTP library does not hand out what it received
 
 
-def body_of(buffers: Buffers) -> io.BytesIO:
-    """The buffers as one request body: the one copy.
+class Body(Payload):
+    """Buffers as one request body that never joins them.
 
-    A BytesIO that alone owns its bytes: aiohttp warns of large plain bytes, and copies a BytesIO that shares them.
+    To aiohttp it is a payload, to botocore a file: botocore wants to know its length, reads it where it must sign it,
+    and seeks where it sends it again.
+
+    Args:
+        buffers: the bytes, in order.
     """
-    return io.BytesIO(b"".join(buffers))
+
+    _autoclose = True  # nothing to close
+
+    def __init__(self, buffers: Buffers) -> None:
+        super().__init__(None)
+        self._buffers = [b for b in buffers if b.nbytes]
+        self._size: int = total(buffers)
+        self._at = 0
+
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        """All of it as text; aiohttp asks every payload for that."""
+        return b"".join(self._buffers).decode(encoding, errors)
+
+    async def write(self, writer: AbstractStreamWriter) -> None:
+        """Sends it, copied piece by piece, so that nothing below keeps the caller's memory."""
+        for buffer in self._buffers:
+            for at in range(0, buffer.nbytes, SENT):
+                await writer.write(bytes(buffer[at : at + SENT]))
+
+    def read(self, size: int = -1) -> bytes:
+        """The next bytes, for botocore."""
+        stop = self._size if size < 0 else min(self._at + size, self._size)
+        out, start = [], 0
+        for buffer in self._buffers:
+            first, last = max(self._at - start, 0), min(stop - start, buffer.nbytes)
+            if first < last:
+                out.append(buffer[first:last])
+            start += buffer.nbytes
+        self._at = stop
+        return b"".join(out)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Goes to a place, for botocore."""
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        self._at = base + offset
+        return self._at
+
+    def tell(self) -> int:
+        """Where the next read begins."""
+        return self._at
+
+
+def body_of(buffers: Buffers) -> Body:
+    """The buffers as one request body."""
+    return Body(buffers)
 
 
 def checksum_of(crc32: int | None) -> dict[str, str]:

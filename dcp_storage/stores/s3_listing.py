@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import Any
 
-from dcp_storage.store import Entry
+from dcp_storage.store import Entry, is_name
 from dcp_storage.stores.s3_errors import Request, field_of
 from dcp_storage.stores.s3_session import S3Client
 
-__all__ = ["OpenUpload", "list_objects", "list_uploads"]
+__all__ = ["OpenUpload", "list_folders", "list_objects", "list_uploads"]
 
 
 @dataclass(frozen=True)
@@ -29,23 +31,44 @@ class OpenUpload:
 async def list_objects(client: S3Client, request: Request, prefix: str) -> list[Entry]:
     """The objects directly under ``prefix`` (a folder's, with its slash; empty for the bucket)."""
     found: list[Entry] = []
+    async for page in _pages(client, request, prefix):
+        for item in page.get("Contents", ()):
+            name = _under(request, prefix, field_of(request, item, "Key"))
+            if name and "/" not in name:  # the key that ends with the slash is a console's marker of a folder
+                date = item.get("LastModified")
+                found.append(Entry(name, field_of(request, item, "Size"), None if date is None else date.timestamp()))
+    return found
+
+
+async def list_folders(client: S3Client, request: Request, prefix: str) -> list[str]:
+    """The names of the folders directly under ``prefix``: what the keys below it share up to their next slash."""
+    found: dict[str, None] = {}  # a server may name a folder on the page where it begins and on the next
+    async for page in _pages(client, request, prefix):
+        for item in page.get("CommonPrefixes", ()):
+            name = _under(request, prefix, field_of(request, item, "Prefix")).removesuffix("/")
+            if is_name(name):
+                found[name] = None
+    return list(found)
+
+
+async def _pages(client: S3Client, request: Request, prefix: str) -> AsyncIterator[dict[str, Any]]:
     place: dict[str, str] = {}
     while True:
         # botocore asks for the keys percent-encoded and decodes them, so that every character survives the XML.
         page = await client.send("list_objects_v2", Bucket=request.bucket, Prefix=prefix, Delimiter="/", **place)
-        for item in page.get("Contents", ()):
-            key: str = field_of(request, item, "Key")
-            if not key.startswith(prefix):
-                raise request.error(f"the server listed {key!r}, which is not under {prefix!r}.")
-            name = key[len(prefix) :]
-            if name and "/" not in name:  # the key that ends with the slash is a console's marker of a folder
-                date = item.get("LastModified")
-                found.append(Entry(name, field_of(request, item, "Size"), None if date is None else date.timestamp()))
-        if not field_of(request, page, "IsTruncated"):
-            return found
+        more = field_of(request, page, "IsTruncated")
+        yield page
+        if not more:
+            return
         following = {"ContinuationToken": str(page.get("NextContinuationToken") or "")}
         _check_progress(request, place, following)
         place = following
+
+
+def _under(request: Request, prefix: str, key: str) -> str:
+    if not key.startswith(prefix):
+        raise request.error(f"the server listed {key!r}, which is not under {prefix!r}.")
+    return key[len(prefix) :]
 
 
 async def list_uploads(client: S3Client, request: Request, prefix: str) -> list[OpenUpload]:

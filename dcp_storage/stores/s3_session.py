@@ -65,7 +65,12 @@ def s3fs_options(storage_options: Mapping[str, Any] | None, *, max_concurrency: 
         "response_checksum_validation": "when_required",
         "http_session_cls": OneTrySession,
     }
-    return {**options, "config_kwargs": {**defaults, **(options.get("config_kwargs") or {})}}
+    config = {**defaults, **(options.get("config_kwargs") or {})}
+    # The CRC-32 that goes with every body is part of what is signed; a SHA-256 of the body besides costs as much CPU as
+    # everything else together. botocore leaves it out only over TLS and where it made the checksum itself.
+    if isinstance(config.get("s3", {}), Mapping):
+        config["s3"] = {"payload_signing_enabled": False, **config.get("s3", {})}
+    return {**options, "config_kwargs": config}
 
 
 class S3Client:

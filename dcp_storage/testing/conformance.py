@@ -13,23 +13,27 @@ Only what can be seen from outside is tested; durability and a listing that fail
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from dcp_storage.store import Store
 
 # Before the tests are imported: a failure then shows the values it compared, also in somebody else's test run.
 pytest.register_assert_rewrite(
+    "dcp_storage.testing.conformance_folders",
     "dcp_storage.testing.conformance_objects",
     "dcp_storage.testing.conformance_writes",
 )
 
+from dcp_storage.testing.conformance_folders import FolderConformance  # noqa: E402
 from dcp_storage.testing.conformance_objects import ObjectConformance  # noqa: E402
 from dcp_storage.testing.conformance_writes import WriteConformance  # noqa: E402
 
 __all__ = ["StoreConformance"]
 
 
-class StoreConformance(ObjectConformance, WriteConformance):
+class StoreConformance(ObjectConformance, FolderConformance, WriteConformance):
     """The tests. A subclass has a fixture ``store``: a Store of a fresh, empty folder.
 
     It may override the other fixtures, and sets ``uploads_last = True`` where an upload that was begun and left stays
@@ -44,6 +48,11 @@ class StoreConformance(ObjectConformance, WriteConformance):
     @pytest.fixture
     def below(self) -> Store | None:
         """A Store of a sub-folder of ``store``'s folder, None where there is no way to make one."""
+        return None
+
+    @pytest.fixture
+    def inside(self) -> Callable[[str], Store] | None:
+        """Makes a Store of the sub-folder of a given name in ``store``'s folder; None where there is no way."""
         return None
 
     @pytest.fixture

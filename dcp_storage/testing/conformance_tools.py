@@ -12,6 +12,7 @@ from dcp_storage.store import Store, Upload
 
 __all__ = [
     "CLOCK_SECONDS",
+    "FOLDERS",
     "NAMES",
     "SLOW_SECONDS",
     "at_once",
@@ -32,6 +33,9 @@ NAMES = (
     *("grün", "日本", "\N{GRINNING FACE}", "n" * 200),
 )
 """Names in which some layer below may find something special."""
+
+FOLDERS = ("step-1", "step-1 [2]", "a b", ".hidden", "%41", "a#b", "a+b", "grün", "日本")
+"""Names of folders likewise."""
 
 CLOCK_SECONDS = 5.0
 """How far the store's clock and a time that it has just written may lie apart."""

@@ -17,7 +17,7 @@ from dcp_storage.errors import (
     StoreError,
     UntrustedDataError,
 )
-from dcp_storage.store import Atomicity, Buffers, Entry, Store, Upload, check_name, total
+from dcp_storage.store import Atomicity, Buffers, Entry, Store, Upload, check_name, is_name, total
 
 __all__ = ["DictStore"]
 
@@ -98,6 +98,13 @@ class DictStore(Store):
                 for (folder, name), held in self.objects.held.items()
                 if folder == self.folder
             ]
+
+    def folders(self) -> list[str]:
+        prefix = f"{self.folder}/"
+        with self.objects.lock:
+            below = [folder for folder, _ in self.objects.held if folder.startswith(prefix)]
+        names = (folder.removeprefix(prefix).partition("/")[0] for folder in below)
+        return [name for name in dict.fromkeys(names) if is_name(name)]
 
     def size(self, name: str) -> int:
         return len(self._find("size", name).body)

@@ -65,3 +65,10 @@ class OutageIsEmpty(WrappedStore):
         except StoreError:
             self.hidden += 1
             return []
+
+    def folders(self) -> list[str]:
+        try:
+            return self.inner.folders()
+        except StoreError:
+            self.hidden += 1
+            return []

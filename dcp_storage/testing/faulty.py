@@ -236,13 +236,18 @@ class StaleListing(WrappedStore):
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
         self._frozen = inner.entries()
+        self._folders = inner.folders()
 
     def entries(self) -> list[Entry]:
         return list(self._frozen)
 
+    def folders(self) -> list[str]:
+        return list(self._folders)
+
     def refresh(self) -> None:
         """Takes the listing of now."""
         self._frozen = self.inner.entries()
+        self._folders = self.inner.folders()
 
 
 class FailingListing(WrappedStore):
@@ -258,8 +263,14 @@ class FailingListing(WrappedStore):
         self._error = error
 
     def entries(self) -> list[Entry]:
+        raise self._refused("entries")
+
+    def folders(self) -> list[str]:
+        raise self._refused("folders")
+
+    def _refused(self, operation: str) -> BaseException:
         if self._error is not None:
-            raise self._error()
-        raise StoreError(
-            f"injected fault: {self.url} may not be listed", operation="entries", errno=errno.EACCES, path=self.url
+            return self._error()
+        return StoreError(
+            f"injected fault: {self.url} may not be listed", operation=operation, errno=errno.EACCES, path=self.url
         )

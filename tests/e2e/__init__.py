@@ -146,8 +146,12 @@ def place_of(request: pytest.FixtureRequest, kind: str) -> Place:
 
     Args:
         request: of the test, for its fixtures.
-        kind: ``"local"``, ``"file-url"``, ``"memory"``, ``"moto"`` or ``"ministack"``.
+        kind: ``"local"``, ``"file-url"``, ``"memory"``, ``"gcs"``, ``"moto"`` or ``"ministack"``.
     """
+    if kind == "gcs":
+        from tests.e2e.on_gcs import gcs_place
+
+        return gcs_place(request)
     if kind == "memory":
         return Place(f"memory://{secrets.token_hex(6)}/step-1")
     if kind in {"local", "file-url"}:

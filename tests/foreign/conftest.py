@@ -8,6 +8,7 @@ import pytest
 
 from tests.servers.azurite import Azurite, azurite_server
 from tests.servers.endpoint import S3Endpoint
+from tests.servers.fake_gcs import FakeGcs, fake_gcs_server
 from tests.servers.ftp import FtpServer, ftp_server
 from tests.servers.rclone import rclone_server
 
@@ -33,3 +34,10 @@ def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Endpoint]:
     """One ``rclone serve s3`` for the whole run."""
     with rclone_server(tmp_path_factory.mktemp("rclone")) as endpoint:
         yield endpoint
+
+
+@pytest.fixture(scope="session")
+def fake_gcs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeGcs]:
+    """One fake-gcs-server for the whole run."""
+    with fake_gcs_server(tmp_path_factory.mktemp("fake-gcs") / "log") as server:
+        yield server

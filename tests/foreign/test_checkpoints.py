@@ -11,23 +11,10 @@ import pytest
 
 from dcp_storage import CheckpointExistsError, FsspecStorageReader, FsspecStorageWriter, SaveOptions
 from tests.e2e import ALONE, Place, assert_same, failure, like, load, save, small_state
-from tests.foreign import opened
-from tests.servers.azurite import Azurite
+from tests.foreign import opened, place_on
 from tests.servers.ftp import FtpServer
 
 pytestmark = pytest.mark.filterwarnings(ALONE)
-
-
-def _place(request: pytest.FixtureRequest, kind: str) -> Place:
-    name = secrets.token_hex(6)
-    if kind == "dir":
-        return Place(f"dir::file://{request.getfixturevalue('tmp_path')}/{name}")
-    if kind == "ftp":
-        ftp: FtpServer = request.getfixturevalue(kind)
-        return Place(f"{ftp.url}/{name}/step-1", ftp.storage_options)
-    azurite: Azurite = request.getfixturevalue(kind)
-    azurite.make_container(name)
-    return Place(f"az://{name}/run/step-1", azurite.storage_options)
 
 
 @pytest.fixture(
@@ -39,7 +26,7 @@ def _place(request: pytest.FixtureRequest, kind: str) -> Place:
 )
 def place(request: pytest.FixtureRequest) -> Place:
     """A folder for a checkpoint on each store that cannot promise create-if-absent."""
-    return _place(request, request.param)
+    return place_on(request, request.param)
 
 
 def _names(place: Place) -> list[str]:

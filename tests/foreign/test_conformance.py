@@ -56,6 +56,10 @@ class At(StoreConformance):
         return open_at("/below")
 
     @pytest.fixture
+    def inside(self, open_at: Open) -> Callable[[str], Store]:
+        return lambda name: open_at(f"/{name}")
+
+    @pytest.fixture
     def beside(self, open_at: Open) -> Store:
         return open_at("x")
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from dcp_storage.errors import ObjectExistsError, StoreError
 from dcp_storage.store import Atomicity
 from tests.e2e import ALONE, Place
-from tests.foreign import opened
+from tests.foreign import opened, place_on
 from tests.foreign.test_checkpoints import test_a_second_step_beside_the_first, test_what_one_writer_can_do
-from tests.servers import S3Endpoint
 
 __all__ = ["test_a_second_step_beside_the_first", "test_what_one_writer_can_do"]  # both run here on rclone
 
@@ -19,9 +16,9 @@ pytestmark = [pytest.mark.filterwarnings(ALONE), pytest.mark.slow]
 
 
 @pytest.fixture
-def place(rclone: S3Endpoint, bucket: Callable[[S3Endpoint], str]) -> Place:
+def place(request: pytest.FixtureRequest) -> Place:
     """A folder for a checkpoint."""
-    return Place(f"s3://{bucket(rclone)}/run/step-1", rclone.storage_options, rclone)
+    return place_on(request, "rclone")
 
 
 def test_the_probe_finds_it_out(place: Place) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 from dcp_storage.errors import ObjectExistsError, ObjectNotFoundError, ObjectTooShortError, StoreError
 from dcp_storage.store import Buffers, Entry, Store, Upload, WrappedStore, check_name, total
@@ -21,6 +21,10 @@ __all__ = [
     "Decodes",
     "DeleteStops",
     "FillsFirstBufferOnly",
+    "FolderCache",
+    "FoldersByPrefix",
+    "FoldersQuoted",
+    "FoldersTwice",
     "Globs",
     "IgnoresLimit",
     "KeepsBuffers",
@@ -200,6 +204,45 @@ class ListsSubfolders(WrappedStore):
     def entries(self) -> list[Entry]:
         held = self.inner.objects.held.items()
         return [Entry(n, len(o.body), o.modified) for (f, n), o in held if f.startswith(self.inner.folder)]
+
+
+class FoldersTwice(WrappedStore):
+    """Names a folder for every object in it."""
+
+    inner: DictStore
+
+    def folders(self) -> list[str]:
+        below = f"{self.inner.folder}/"
+        return [f.removeprefix(below) for f, _ in self.inner.objects.held if f.startswith(below)]
+
+
+class FoldersQuoted(WrappedStore):
+    """Names folders as they stand in a URL."""
+
+    def folders(self) -> list[str]:
+        return [quote(name) for name in self.inner.folders()]
+
+
+class FoldersByPrefix(WrappedStore):
+    """Takes folders beside this one for folders in it."""
+
+    inner: DictStore
+
+    def folders(self) -> list[str]:
+        here = self.inner.folder
+        found = {f[len(here) :].strip("/") for f, _ in self.inner.objects.held if f.startswith(here) and f != here}
+        return sorted(found)
+
+
+class FolderCache(WrappedStore):
+    """Lists the folders once."""
+
+    known: list[str] | None = None
+
+    def folders(self) -> list[str]:
+        if self.known is None:
+            self.known = self.inner.folders()
+        return list(self.known)
 
 
 class ListsOnePage(WrappedStore):

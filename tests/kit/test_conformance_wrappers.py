@@ -27,6 +27,10 @@ from .broken import (
     Decodes,
     DeleteStops,
     FillsFirstBufferOnly,
+    FolderCache,
+    FoldersByPrefix,
+    FoldersQuoted,
+    FoldersTwice,
     Globs,
     IgnoresLimit,
     KeepsBuffers,
@@ -74,6 +78,10 @@ class OnDict(StoreConformance):
     @pytest.fixture
     def below(self, plain: DictStore) -> Store:
         return DictStore(plain.objects, folder=f"{plain.folder}/below")
+
+    @pytest.fixture
+    def inside(self, plain: DictStore) -> Callable[[str], Store]:
+        return lambda name: DictStore(plain.objects, folder=f"{plain.folder}/{name}")
 
     @pytest.fixture
     def beside(self, plain: DictStore) -> Store:
@@ -147,6 +155,11 @@ BROKEN = (
     Broken(OtherClock, "a_listing_is_whole"),
     Broken(OtherClock, "the_clock_is_that_of_the_entries"),
     Broken(LeavesScratch, "the_clock_is_that_of_the_entries"),
+    Broken(FoldersTwice, "folders_are_those_directly_inside"),
+    Broken(FoldersByPrefix, "a_fresh_folder_has_no_folders"),
+    Broken(FolderCache, "folders_are_those_directly_inside"),
+    Broken(FoldersQuoted, "no_character_of_a_folder_is_special"),
+    Broken(StaleListing, "folders_are_those_directly_inside"),
     Broken(ListsSubfolders, "other_folders_are_left_out"),
     Broken(LeavesTheFolder, "names_that_leave_the_folder_are_refused"),
     Broken(KeepsBuffers, "buffers_are_not_kept"),
@@ -183,6 +196,7 @@ def run(test: str, inner: DictStore, store: Store) -> None:
         "store": store,
         "second": store,
         "below": DictStore(inner.objects, folder=f"{inner.folder}/below"),
+        "inside": lambda name: DictStore(inner.objects, folder=f"{inner.folder}/{name}"),
         "beside": DictStore(inner.objects, folder=f"{inner.folder}0"),
         "name": "../a",
     }

@@ -240,11 +240,14 @@ def test_a_stale_listing_stays_until_it_is_refreshed() -> None:
     store.put("new", [])
     store.delete(["old"])
     assert [entry.name for entry in store.entries()] == ["old"]
+    DictStore(inner.objects, folder=f"{inner.folder}/sub").put("object", [])
+    assert store.folders() == []
     assert store.size("new") == 0
     with pytest.raises(ObjectNotFoundError):
         store.size("old")
     store.refresh()
     assert [entry.name for entry in store.entries()] == ["new"]
+    assert store.folders() == ["sub"]
 
 
 def test_a_failing_listing_raises_and_the_rest_works() -> None:
@@ -255,5 +258,9 @@ def test_a_failing_listing_raises_and_the_rest_works() -> None:
     with pytest.raises(StoreError) as caught:
         store.entries()
     assert (caught.value.errno, caught.value.operation, caught.value.transient) == (errno.EACCES, "entries", False)
-    with pytest.raises(TimeoutError):
-        FailingListing(DictStore(), TimeoutError).entries()
+    with pytest.raises(StoreError) as caught:
+        store.folders()
+    assert (caught.value.errno, caught.value.operation, caught.value.transient) == (errno.EACCES, "folders", False)
+    for call in ("entries", "folders"):
+        with pytest.raises(TimeoutError):
+            getattr(FailingListing(DictStore(), TimeoutError), call)()

@@ -28,6 +28,7 @@ def test_every_call_is_written_down() -> None:
     upload.complete()
     upload.abort()
     store.entries()
+    store.folders()
     store.delete(name for name in ("a", "b"))
     store.open_uploads()
     store.abort_uploads(["d"])
@@ -45,6 +46,7 @@ def test_every_call_is_written_down() -> None:
         ("complete", "c", 0, None, ()),
         ("abort", "c", 0, None, ()),
         ("entries", None, 0, None, ()),
+        ("folders", None, 0, None, ()),
         ("delete", None, 0, None, ("a", "b")),
         ("open_uploads", None, 0, None, ()),
         ("abort_uploads", None, 0, None, ("d",)),

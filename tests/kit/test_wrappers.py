@@ -54,6 +54,7 @@ def every_call(store: Store) -> dict[str, Callable[[], object]]:
         "create_if_absent": lambda: store.create_if_absent,
         "make_folder": store.make_folder,
         "entries": store.entries,
+        "folders": store.folders,
         "size": lambda: store.size("a"),
         "read": lambda: store.read("a", limit=10),
         "read_into": lambda: store.read_into("a", 0, [memoryview(bytearray(2))]),

@@ -51,7 +51,7 @@ def deeper(place: Place) -> None:
     in_child(lambda: round_trip(place.child("grandchild"), 6))
 
 
-@pytest.mark.parametrize("kind", ["local", "moto"])
+@pytest.mark.parametrize("kind", ["local", "moto", "gcs"])
 def test_a_child_after_use_in_the_parent(request: pytest.FixtureRequest, ranks: RankPool, kind: str) -> None:
     """Children forked after the parent saved and loaded do both within seconds, and the parent goes on."""
     place = place_of(request, kind)
@@ -82,7 +82,7 @@ def same_objects(rank: int, world: int, place: Place) -> None:
     work("three", 3)
 
 
-@pytest.mark.parametrize("kind", ["local", "moto"])
+@pytest.mark.parametrize("kind", ["local", "moto", "gcs"])
 def test_a_writer_and_a_reader_that_were_used_before_the_fork(
     request: pytest.FixtureRequest, ranks: RankPool, kind: str
 ) -> None:
@@ -106,7 +106,7 @@ def after_pickling(rank: int, world: int, place: Place, writer: StorageWriter, r
     return os.getpid()
 
 
-@pytest.mark.parametrize("kind", ["local", "moto"])
+@pytest.mark.parametrize("kind", ["local", "moto", "gcs"])
 @pytest.mark.parametrize("used", [False, True], ids=["new", "used"])
 def test_they_pickle(request: pytest.FixtureRequest, ranks: RankPool, kind: str, used: bool) -> None:
     """A writer and a reader, new or used, arrive in another process with all their options and work there."""

@@ -21,7 +21,7 @@ Run = Callable[[Coroutine[Any, Any, None]], None]
 RUNNERS: dict[str, Run] = {"asyncio": asyncio.run, "uvloop": uvloop.run}
 
 
-@pytest.mark.parametrize("kind", ["local", "memory", "moto"])
+@pytest.mark.parametrize("kind", ["local", "memory", "moto", "gcs"])
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_in_a_coroutine(request: pytest.FixtureRequest, kind: str, runner: str) -> None:
     """Called inside ``async def`` both work; the loop is the same before and after, and runs its tasks again."""
@@ -49,7 +49,7 @@ def test_in_a_coroutine(request: pytest.FixtureRequest, kind: str, runner: str) 
     RUNNERS[runner](main())
 
 
-@pytest.mark.parametrize("kind", ["local", "moto"])
+@pytest.mark.parametrize("kind", ["local", "moto", "gcs"])
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_in_threads_of_a_loop(request: pytest.FixtureRequest, kind: str, runner: str) -> None:
     """Four saves and loads at once by ``asyncio.to_thread`` leave the loop free meanwhile, and do not mix."""
@@ -67,7 +67,7 @@ def test_in_threads_of_a_loop(request: pytest.FixtureRequest, kind: str, runner:
     RUNNERS[runner](main())
 
 
-@pytest.mark.parametrize("kind", ["local", "moto"])
+@pytest.mark.parametrize("kind", ["local", "moto", "gcs"])
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_an_asynchronous_save_from_a_coroutine(request: pytest.FixtureRequest, kind: str, runner: str) -> None:
     """``dcp.async_save`` begun in a coroutine can be awaited there."""
@@ -83,7 +83,7 @@ def test_an_asynchronous_save_from_a_coroutine(request: pytest.FixtureRequest, k
     RUNNERS[runner](main())
 
 
-@pytest.mark.parametrize("kind", ["local", "memory", "moto"])
+@pytest.mark.parametrize("kind", ["local", "memory", "moto", "gcs"])
 def test_in_plain_threads(request: pytest.FixtureRequest, kind: str) -> None:
     """Six threads that begin together, each with a writer, a reader and a folder of its own, do not mix."""
     place, together = place_of(request, kind), threading.Barrier(6)

@@ -29,7 +29,7 @@ from tests.processes import plain, round_trip
 pytestmark = pytest.mark.filterwarnings(ALONE)
 
 OF_FSSPEC = re.compile(r"fsspecIO|asyncio_\d+")
-"""The threads that stay after S3: that of fsspec with its one loop, and those on which that loop resolves names."""
+"""The threads that stay after S3 and GCS: that of fsspec with its one loop, and those on which it resolves names."""
 
 
 def settings() -> dict[str, Any]:
@@ -87,9 +87,14 @@ def descriptors() -> dict[str, str]:
 
 
 def threads(place: Place) -> list[str]:
-    """Names of all threads; on S3 without those of fsspec."""
+    """Names of all threads; on S3 and GCS without those of fsspec."""
     found = sorted(thread.name for thread in threading.enumerate())
-    return [name for name in found if not (place.url.startswith("s3://") and OF_FSSPEC.fullmatch(name))]
+    return [name for name in found if not (client_of(place) and OF_FSSPEC.fullmatch(name))]
+
+
+def client_of(place: Place) -> str | None:
+    """The client library that a store keeps connections and a loop in."""
+    return {"s3": "s3fs", "gs": "gcsfs"}.get(place.url.partition("://")[0])
 
 
 def settle(place: Place, wanted: list[str]) -> None:
@@ -102,8 +107,9 @@ def settle(place: Place, wanted: list[str]) -> None:
 
 def import_client(place: Place) -> None:
     """What the import of a client library does (urllib3 adds filters of warnings) is not what saving does."""
-    if place.url.startswith("s3://"):
-        importlib.import_module("s3fs")
+    client = client_of(place)
+    if client is not None:
+        importlib.import_module(client)
 
 
 def work(place: Place, number: int) -> None:
@@ -124,10 +130,10 @@ def counted(rank: int, world: int, place: Place) -> None:
     after = settings()
     changed = {name: (before[name], value) for name, value in after.items() if value != before[name]}
     assert not changed, changed
-    if not place.url.startswith("s3://"):
+    if client_of(place) is None:
         assert descriptors() == had_open
         return
-    # fsspec keeps its loop, and s3fs its connections, for as long as it keeps the filesystem: they must not grow.
+    # fsspec keeps its loop, and its client its connections, for as long as it keeps the filesystem: they must not grow.
     kept = descriptors()
     for number in range(1, 4):
         work(place, number)
@@ -137,9 +143,9 @@ def counted(rank: int, world: int, place: Place) -> None:
     assert settings() == after
 
 
-@pytest.mark.parametrize("kind", ["local", "memory", "moto"])
+@pytest.mark.parametrize("kind", ["local", "memory", "moto", "gcs"])
 def test_nothing_of_the_process_is_changed(request: pytest.FixtureRequest, ranks: RankPool, kind: str) -> None:
-    """After saves and loads, good and failed, only fsspec's own threads are new (on S3); every setting is as before."""
+    """After saves and loads, good and failed, only fsspec's own threads are new, if any; every setting is as before."""
     place = plain(place_of(request, kind))
     if kind == "memory":
         place = Place("memory://nothing-changed/run")
@@ -170,7 +176,7 @@ def with_own_handlers(rank: int, world: int, place: Place) -> None:
     assert_same(torch.rand(2), torch.rand(2, generator=torch.Generator().manual_seed(1234)))
 
 
-@pytest.mark.parametrize("kind", ["local", "memory", "moto"])
+@pytest.mark.parametrize("kind", ["local", "memory", "moto", "gcs"])
 def test_settings_of_the_users_own_stay(request: pytest.FixtureRequest, ranks: RankPool, kind: str) -> None:
     """Signal handlers, the default dtype, thread counts, seeds and filters that the user set hold before and after."""
     ranks.run(with_own_handlers, 1, plain(place_of(request, kind)), init=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,12 +23,16 @@ class S3Endpoint:
         endpoint_url: its URL.
         key: an access key that it knows.
         secret: the key's secret.
+        lists_uploads: whether it can list open uploads.
+        buckets: the buckets that were made through this object, in order.
     """
 
     name: str
     endpoint_url: str
     key: str
     secret: str
+    lists_uploads: bool = True
+    buckets: list[str] = field(default_factory=list, compare=False, repr=False)
 
     @property
     def storage_options(self) -> dict[str, Any]:
@@ -58,3 +62,4 @@ class S3Endpoint:
     def make_bucket(self, name: str) -> None:
         """Makes a bucket."""
         self.client.create_bucket(Bucket=name)
+        self.buckets.append(name)

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.servers.endpoint import S3Endpoint
+from tests.servers.gcs import GcsServer, gcs_server
 from tests.servers.launchers import ministack_server, moto_server, seaweedfs_server
 
-__all__ = ["bucket", "ministack", "moto", "seaweedfs"]
+__all__ = ["bucket", "ministack", "moto", "seaweedfs", "strict"]
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +33,13 @@ def seaweedfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Endpoint]:
     """One seaweedfs for the whole run; takes seconds to start."""
     with seaweedfs_server(tmp_path_factory.mktemp("seaweedfs")) as endpoint:
         yield endpoint
+
+
+@pytest.fixture(scope="session")
+def strict() -> Iterator[GcsServer]:
+    """One strict GCS server for the whole run."""
+    with gcs_server() as server:
+        yield server
 
 
 @pytest.fixture

@@ -198,6 +198,7 @@ class TestListing:
         "call",
         [
             lambda s: s.entries(),
+            lambda s: s.folders(),
             lambda s: s.open_uploads(),
             lambda s: s.make_folder(),
             lambda s: s.now(),
@@ -307,10 +308,12 @@ class TestUpload:
     @pytest.mark.parametrize("name", ["__0_1.distcp", "__12_3.abcdefghijklmno1.distcp", ".manifest", ".metadata"])
     def test_parts_have_names_of_ours(self, store: GcsStore, name: str) -> None:
         """The parts of a file of ours are files of ours, so that prune may remove what a kill left."""
-        store.upload(name).write_part(1, 0, pieces(b"1"))
+        upload = store.upload(name)
+        upload.write_part(1, 0, pieces(b"1"))
         (entry,) = store.entries()
         assert entry.name.startswith(f"{name}.")
         assert is_ours(entry.name)
+        upload.abort()
 
     def test_intermediate_names(self, server: GcsServer, store: GcsStore) -> None:
         """So are the intermediate objects of many parts, and they belong to the open upload."""
@@ -353,6 +356,7 @@ class TestUpload:
             ended.abort()
         assert folder.names() == ["run/step-1/old"]
 
+    @pytest.mark.leaves_uploads("of another name and another folder")
     def test_foreign_parts(self, server: GcsServer, folder: GcsFolder, store: GcsStore) -> None:
         """Uploads are told apart by their notes: two of one name are two, other objects are none."""
         for name in (".manifest.abcdefghijklmno1", "big.abcdefghijklmno1"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -48,6 +48,10 @@ class _OnGcs(StoreConformance):
     @pytest.fixture
     def below(self, folder: GcsFolder) -> Store:
         return folder.at(f"{folder.key}/sub").open()
+
+    @pytest.fixture
+    def inside(self, folder: GcsFolder) -> Callable[[str], Store]:
+        return lambda name: folder.at(f"{folder.key}/{name}").open()
 
     @pytest.fixture
     def beside(self, folder: GcsFolder) -> Store:

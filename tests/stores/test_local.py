@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,10 @@ class TestConformance(StoreConformance):
         made = LocalStore(f"{store.url}/below")
         made.make_folder()
         return made
+
+    @pytest.fixture
+    def inside(self, store: Store) -> Callable[[str], Store]:
+        return lambda name: LocalStore(f"{store.url}/{name}")
 
     @pytest.fixture
     def beside(self, store: Store) -> Store:
@@ -144,16 +148,28 @@ class TestListing(Recorded):
         assert store.open_uploads() == []
 
     def test_a_missing_folder_is_empty(self, tmp_path: Path) -> None:
-        """A folder that does not exist has no entries."""
+        """A folder that does not exist has no entries and no sub-folders."""
         assert LocalStore(tmp_path / "none/such").entries() == []
+        assert LocalStore(tmp_path / "none/such").folders() == []
+
+    def test_folders_are_real_ones_and_links_to_them(self, store: LocalStore, folder: Path) -> None:
+        """Sub-folders are listed, empty ones and links to folders too; files, dead links and odd names are not."""
+        for name in ("step-1", "empty", "a\\b", "a\nb"):
+            (folder / name).mkdir()
+        (folder / "step-1" / "deeper").mkdir()
+        (folder / "file").write_bytes(b"")
+        (folder / "link").symlink_to("step-1")
+        (folder / "dead").symlink_to("nowhere")
+        assert sorted(store.folders()) == ["empty", "link", "step-1"]
 
     def test_a_file_is_not_a_folder(self, folder: Path) -> None:
         """Listing a path that is a file, or goes through one, raises ENOTDIR."""
         (folder / "file").write_bytes(b"")
         for path in ("file", "file/x"):
-            with pytest.raises(StoreError) as caught:
-                LocalStore(folder / path).entries()
-            assert caught.value.errno == errno.ENOTDIR
+            for call in (LocalStore(folder / path).entries, LocalStore(folder / path).folders):
+                with pytest.raises(StoreError) as caught:
+                    call()
+                assert caught.value.errno == errno.ENOTDIR
 
     def test_a_listing_that_fails_raises(self, store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
         """An I/O error of the listing, at its start or half-way, never looks like an empty folder."""
@@ -175,9 +191,10 @@ class TestListing(Recorded):
         store.put("a", [memoryview(b"1")])
         for broken in (Broken, failing(errno.EIO)):
             monkeypatch.setattr(os, "scandir", broken)
-            with pytest.raises(StoreError) as caught:
-                store.entries()
-            assert caught.value.errno == errno.EIO
+            for call in (store.entries, store.folders):
+                with pytest.raises(StoreError) as caught:
+                    call()
+                assert caught.value.errno == errno.EIO
 
 
 class TestReading(Recorded):

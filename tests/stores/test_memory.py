@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 import uuid
+from collections.abc import Callable
 
 import fsspec
 import pytest
@@ -33,6 +34,10 @@ class TestConformance(StoreConformance):
     @pytest.fixture
     def below(self, path: str) -> Store:
         return MemoryStore(f"{path}/below")
+
+    @pytest.fixture
+    def inside(self, path: str) -> Callable[[str], Store]:
+        return lambda name: MemoryStore(f"{path}/{name}")
 
     @pytest.fixture
     def beside(self, path: str) -> Store:

@@ -62,6 +62,10 @@ class TestConformance(StoreConformance):
         return made
 
     @pytest.fixture
+    def inside(self, opened: Callable[[str], Store]) -> Callable[[str], Store]:
+        return lambda name: opened(f"/{name}")
+
+    @pytest.fixture
     def beside(self, opened: Callable[[str], Store]) -> Store:
         made = opened("x")
         made.make_folder()
@@ -83,6 +87,10 @@ class TestObjectConformance(StoreConformance):
         return FsspecStore(fs, "bucket/run/below", "blob://bucket/run/below")
 
     @pytest.fixture
+    def inside(self, fs: BlobFileSystem) -> Callable[[str], Store]:
+        return lambda name: FsspecStore(fs, f"bucket/run/{name}", f"blob://bucket/run/{name}")
+
+    @pytest.fixture
     def beside(self, fs: BlobFileSystem) -> Store:
         return FsspecStore(fs, "bucket/runx", "blob://bucket/runx")
 
@@ -100,6 +108,7 @@ class TestFolders(OnBlobs):
             for call in (
                 FsspecStore(LocalFileSystem(), str(tmp_path / inside), "test://x").make_folder,
                 FsspecStore(LocalFileSystem(), str(tmp_path / inside), "test://x").entries,
+                FsspecStore(LocalFileSystem(), str(tmp_path / inside), "test://x").folders,
             ):
                 with pytest.raises(StoreError) as caught:
                     call()
@@ -124,7 +133,7 @@ class TestFolders(OnBlobs):
     def test_a_flat_path_that_is_an_object(self, store: FsspecStore, blobs: BlobFileSystem) -> None:
         """An object of the folder's own name makes listing and making it ENOTDIR, unless objects are below it too."""
         blobs.blobs["bucket/run"] = b"1"
-        for call in (store.make_folder, store.entries):
+        for call in (store.make_folder, store.entries, store.folders):
             with pytest.raises(StoreError) as caught:
                 call()
             assert caught.value.errno == errno.ENOTDIR
@@ -138,15 +147,17 @@ class TestListing(OnBlobs):
         for key in ("run/a", "run/b[1]", "run/sub/c", "runx", "run/marker/"):
             blobs.blobs[f"bucket/{key}"] = b"12"
         assert {entry.name: entry.size for entry in store.entries()} == {"a": 2, "b[1]": 2}
+        assert sorted(store.folders()) == ["marker", "sub"]
 
     def test_a_listing_that_fails_raises(self, store: FsspecStore, blobs: BlobFileSystem) -> None:
         """Any failure but "not there" is an error, never an empty folder."""
         for error, transient in ((TimeoutError(), True), (PermissionError(), False), (RuntimeError("odd"), False)):
-            blobs.faults["ls"] = [error]
-            with pytest.raises(StoreError) as caught:
-                store.entries()
-            assert (caught.value.transient, caught.value.ambiguous) == (transient, False)
-        assert store.entries() == []
+            for call in (store.entries, store.folders):
+                blobs.faults["ls"] = [error]
+                with pytest.raises(StoreError) as caught:
+                    call()
+                assert (caught.value.transient, caught.value.ambiguous) == (transient, False)
+        assert (store.entries(), store.folders()) == ([], [])
 
     def test_a_missing_bucket_is_not_an_empty_folder(self) -> None:
         """On an object store a missing folder is empty, a missing bucket is not found, a hidden one is left alone."""

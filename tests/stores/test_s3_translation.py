@@ -40,6 +40,7 @@ def caught(call: Callable[[], Any]) -> StoreError:
 
 READS: dict[str, Callable[[S3Store], Any]] = {
     "entries": lambda s: s.entries(),
+    "folders": lambda s: s.folders(),
     "size": lambda s: s.size("a"),
     "read": lambda s: s.read("a", limit=10),
     "read_into": lambda s: s.read_into("a", 0, [memoryview(bytearray(1))]),
@@ -71,6 +72,7 @@ class TestOneTry:
         assert (error.operation, error.transient, error.attempts) == (operation, True, 1)
         assert error.ambiguous is (operation in WRITES)
         assert [method for method, _ in proxy.seen].count(verb) == 1
+        folder.open().abort_uploads(["a"])
 
     def test_connection_refused(self, folder: Folder) -> None:
         """Where nothing listens the error is transient, and comes without waiting for a time-out of 60 seconds."""
@@ -132,7 +134,7 @@ class TestAnswers:
 
     @pytest.mark.parametrize("body", [b"<html>gateway", b"<html><body>gateway</body></html>", b"", b"gateway"])
     @pytest.mark.parametrize(
-        "operation", ["entries", "open_uploads", "now", "make_folder", "write_part", "put", "create"]
+        "operation", ["entries", "folders", "open_uploads", "now", "make_folder", "write_part", "put", "create"]
     )
     def test_something_else(self, folder: Folder, proxy: FaultyHTTP, operation: str, body: bytes) -> None:
         """A 200 whose body is no answer of S3 is a passing error, above all no empty folder (I10)."""
@@ -166,14 +168,15 @@ class TestAnswers:
 
 
 class TestListing:
-    def test_second_page_fails(self, folder: Folder, proxy: FaultyHTTP) -> None:
+    @pytest.mark.parametrize("operation", ["entries", "folders"])
+    def test_second_page_fails(self, folder: Folder, proxy: FaultyHTTP, operation: str) -> None:
         """A listing whose second page fails raises; it is never the first page alone."""
         more = b"<IsTruncated>true</IsTruncated><NextContinuationToken>t</NextContinuationToken>"
         proxy.faults = [
             Fault("reply", on("GET"), status=200, body=LISTING % more),
             Fault("status", on("GET", "continuation-token=t")),
         ]
-        assert caught(folder.open(endpoint=proxy.url).entries).transient
+        assert caught(lambda: READS[operation](folder.open(endpoint=proxy.url))).transient
         assert len(proxy.seen) == 2
 
     def test_no_way_on(self, folder: Folder, proxy: FaultyHTTP) -> None:
@@ -206,6 +209,7 @@ class TestListing:
         found = folder.open(endpoint=proxy.url).open_uploads()
         assert [e.name for e in found] == ["first", "last"]
         assert found[0].modified is None
+        folder.open().abort_uploads(["last"])
 
 
 class TestReads:

@@ -1,0 +1,201 @@
+"""The bytes of ``torch.save`` with its CRC-32s put in afterwards, so that a tensor's memory is read once and not twice.
+
+``torch.save`` makes a zip archive and runs over the payload for the archive's own CRC-32; we run over it for the sums
+of its blocks, from which the same CRC-32 follows. So torch writes the archive without sums (a mode of its writer), and
+they are filled in here: in the data descriptor and the directory entry of every record (APPNOTE.TXT 4.3.9 and 4.3.12),
+and in the record that identifies the archive, which torch derives from the names and sums of the others. What comes
+out is the same byte for byte. :func:`can_seal` tries that once in each process; where this torch does it in another
+way, ``torch.save`` does it all.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import pickle
+import struct
+from typing import Any, Protocol
+
+import torch
+from torch import serialization
+
+from dcp_storage.crc import crc32
+
+__all__ = ["Sink", "UnlikeError", "can_seal", "seal", "write_unsummed"]
+
+_ID_RECORD = b"/.data/serialization_id"
+_ID_NAMES = 20  # digits that stand for the names of the records; as many follow for their sums
+_LOCAL = struct.Struct("<4s5H3I2H")
+_CENTRAL = struct.Struct("<4s6H3I5H2I")
+_END = struct.Struct("<4s4H2IH")
+_END64 = struct.Struct("<4sQ2H2I4Q")
+_IN_EXTRA = 0xFFFFFFFF  # the number stands in the ZIP64 extra field (4.5.3)
+_WORD = (1 << 64) - 1
+
+
+class UnlikeError(Exception):
+    """The archive is not laid out as expected."""
+
+
+class Sink(Protocol):
+    """The file-like object that torch writes to."""
+
+    def write(self, data: memoryview | bytes) -> int:
+        """Takes bytes; returns how many."""
+
+    def flush(self) -> None:
+        """Nothing need happen."""
+
+
+def write_unsummed(tensor: torch.Tensor, sink: Sink) -> None:
+    """Writes what ``torch.save(tensor, sink)`` writes, every CRC-32 left 0."""
+    # What torch.save does (torch/serialization.py), with a writer that makes no sums.
+    inside: Any = serialization
+    writer = inside.torch._C.PyTorchFileWriter(sink, False, inside._get_storage_alignment())
+    inside._save(tensor, writer, pickle, serialization.DEFAULT_PROTOCOL, False)
+    writer.write_end_of_file()
+
+
+class _Archive:
+    """An archive without its payload, addressed as if it were there."""
+
+    def __init__(self, before: bytes, length: int, after: bytes) -> None:
+        self.before = bytearray(before)
+        self.after = bytearray(after)
+        self.stop = len(before)  # where the payload begins
+        self.resume = len(before) + length
+        self.size = self.resume + len(after)
+
+    def _half(self, at: int, count: int) -> tuple[bytearray, int]:
+        if at >= 0 and at + count <= self.stop:
+            return self.before, at
+        if self.resume <= at and at + count <= self.size:
+            return self.after, at - self.resume
+        raise UnlikeError
+
+    def read(self, at: int, count: int) -> bytes:
+        half, place = self._half(at, count)
+        return bytes(half[place : place + count])
+
+    def write(self, at: int, data: bytes) -> None:
+        half, place = self._half(at, len(data))
+        half[place : place + len(data)] = data
+
+    def unpack(self, form: struct.Struct, at: int, signature: bytes) -> tuple[Any, ...]:
+        fields = form.unpack(self.read(at, form.size))
+        if fields[0] != signature:
+            raise UnlikeError
+        return fields
+
+
+def _directory(archive: _Archive) -> tuple[int, int]:
+    """Where the central directory begins, and its entries."""
+    end = archive.unpack(_END, archive.size - _END.size, b"PK\x05\x06")
+    if end[4] != 0xFFFF and end[6] != _IN_EXTRA:
+        return end[6], end[4]
+    locator = archive.unpack(struct.Struct("<4sIQI"), archive.size - _END.size - 20, b"PK\x06\x07")
+    end64 = archive.unpack(_END64, locator[2], b"PK\x06\x06")
+    return end64[9], end64[7]
+
+
+def _wide(fields: tuple[Any, ...], extra: bytes) -> tuple[int, int]:
+    """Bytes of the record and where it begins, also where they are too large for the entry itself."""
+    size, packed, start = fields[9], fields[8], fields[16]
+    at = 0
+    while at + 4 <= len(extra):
+        tag, length = struct.unpack_from("<HH", extra, at)
+        if tag == 1:
+            numbers = iter(struct.unpack_from(f"<{length // 8}Q", extra, at + 4))
+            size = next(numbers) if size == _IN_EXTRA else size
+            packed = next(numbers) if packed == _IN_EXTRA else packed
+            start = next(numbers) if start == _IN_EXTRA else start
+        at += 4 + length
+    if size != packed:
+        raise UnlikeError
+    return size, start
+
+
+def _combined(seed: int, value: int) -> int:
+    """Torch's ``hash_combine`` on 64 bits."""
+    return (seed ^ (value + 0x9E3779B9 + (seed << 6 & _WORD) + (seed >> 2))) & _WORD
+
+
+def seal(before: bytes, length: int, after: bytes, payload_crc: int) -> tuple[bytes, bytes]:
+    """Fills an archive's CRC-32s in.
+
+    Args:
+        before: its bytes before the payload.
+        length: bytes of the payload.
+        after: its bytes after the payload.
+        payload_crc: CRC-32 of the payload.
+
+    Returns:
+        ``before`` and ``after`` as ``torch.save`` makes them.
+
+    Raises:
+        UnlikeError: the archive is not laid out as expected.
+    """
+    archive = _Archive(before, length, after)
+    at, count = _directory(archive)
+    combined = 0
+    for _ in range(count):
+        fields = archive.unpack(_CENTRAL, at, b"PK\x01\x02")
+        name_size, extra_size, comment_size = fields[10:13]
+        name = archive.read(at + _CENTRAL.size, name_size)
+        size, start = _wide(fields, archive.read(at + _CENTRAL.size + name_size, extra_size))
+        local = archive.unpack(_LOCAL, start, b"PK\x03\x04")
+        begin = start + _LOCAL.size + local[9] + local[10]
+        if name.endswith(_ID_RECORD):
+            names = archive.read(begin, size)[:_ID_NAMES]
+            archive.write(begin, names + str(combined).zfill(size - _ID_NAMES).encode())
+        crc = payload_crc if begin == archive.stop and size == length else crc32(archive.read(begin, size))
+        if archive.read(begin + size, 4) != b"PK\x07\x08":
+            raise UnlikeError
+        sum_ = struct.pack("<I", crc)
+        archive.write(begin + size + 4, sum_)
+        archive.write(at + 16, sum_)
+        combined = _combined(combined, crc)
+        at += _CENTRAL.size + name_size + extra_size + comment_size
+    return bytes(archive.before), bytes(archive.after)
+
+
+class _Halves:
+    """Keeps what comes before and after one long write."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.parts = [bytearray(), bytearray()]
+        self.payload = b""
+
+    def write(self, data: memoryview | bytes) -> int:
+        view = memoryview(data)
+        if view.nbytes == self.length:
+            self.payload = bytes(view)
+        else:
+            self.parts[bool(self.payload)] += view
+        return view.nbytes
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+
+def can_seal() -> bool:
+    """Whether an archive sealed here is, byte for byte, what this torch saves with the settings of now."""
+    return bool(serialization.get_crc32_options()) and _seals_alike()
+
+
+@functools.lru_cache(maxsize=1)
+def _seals_alike() -> bool:
+    for sample in (torch.arange(2503, dtype=torch.int32).view(-1, 2503), torch.ones(7919, dtype=torch.bfloat16)[None]):
+        wanted = io.BytesIO()
+        torch.save(sample, wanted)
+        halves = _Halves(sample.numel() * sample.element_size())
+        try:
+            write_unsummed(sample, halves)
+            before, after = (bytes(part) for part in halves.parts)
+            before, after = seal(before, len(halves.payload), after, crc32(halves.payload))
+        except (UnlikeError, TypeError, AttributeError, RuntimeError):  # what another torch's inside may say
+            return False
+        if before + halves.payload + after != wanted.getvalue():
+            return False
+    return True
