@@ -21,7 +21,7 @@ AZURITE_BIN ?= $(abspath $(AZURITE_DIR))/node_modules/.bin/azurite-blob
 
 RUN := $(VENV)/bin/python
 PIP_INSTALL := -m pip install -qq --disable-pip-version-check --no-input
-SOURCES := dcp_storage tests examples scripts
+SOURCES := dcp_storage tests examples scripts benchmarks
 
 export MINISTACK_BIN
 export WEED_BIN

@@ -25,6 +25,7 @@ Handle them by class or by ``.kind``; the text is for people and may change.
 from __future__ import annotations
 
 import errno as errno_numbers
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -74,11 +75,9 @@ class Cause:
         return cls(f"{kind.__module__}.{kind.__qualname__}", message, number if isinstance(number, int) else None)
 
 
-def _rebuild(cls: type[CheckpointError], message: str, state: dict[str, Any]) -> CheckpointError:
+def _rebuild(cls: type[CheckpointError], message: str) -> CheckpointError:
     error = cls.__new__(cls, message)
     error.__init__(message)  # type: ignore[misc]
-    for name, value in state.items():
-        setattr(error, name, value)
     return error
 
 
@@ -90,6 +89,8 @@ class CheckpointError(Exception):
         path: the checkpoint's folder or URL, None where there is none.
         key: the state-dict key or the object's name that the error is about, None where there is none.
         cause: what was underneath, None where nothing was.
+        rank: the rank that raised it, where it came out of a call that all ranks make together; else None.
+        failures: rank → error of every rank that failed in that call; empty otherwise.
     """
 
     default_kind: ClassVar[str] = "checkpoint"
@@ -110,6 +111,8 @@ class CheckpointError(Exception):
         self.path = path
         self.key = key
         self.cause = Cause.of(cause) if isinstance(cause, BaseException) else cause
+        self.rank: int | None = None
+        self.failures: dict[int, CheckpointError] = {}
         if issubclass(type(self), OSError):
             cast(Any, self).errno = self.default_errno
 
@@ -121,7 +124,7 @@ class CheckpointError(Exception):
         state = dict(self.__dict__)
         if issubclass(type(self), OSError):  # errno lives in a slot of OSError, not in __dict__
             state["errno"] = cast(Any, self).errno
-        return _rebuild, (type(self), self.message, state)
+        return _rebuild, (type(self), self.message), state  # apart, as `failures` may hold this error itself
 
 
 class CheckpointExistsError(CheckpointError, FileExistsError):
@@ -194,9 +197,32 @@ class UntrustedDataError(CheckpointError):
 
 
 class IncompatibleCheckpointError(CheckpointError):
-    """The checkpoint is whole, but this version or this template cannot take it."""
+    """The checkpoint is whole, but this version or this template cannot take it.
+
+    Attributes:
+        missing: keys that the template wants and the checkpoint lacks, sorted.
+        unexpected: keys that the checkpoint has inside an entry of the template, and nobody wants, sorted.
+        shapes: key → (shape of the template, shape on the store).
+        dtypes: key → (dtype of the template, dtype on the store).
+    """
 
     default_kind = "incompatible"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        missing: Sequence[str] = (),
+        unexpected: Sequence[str] = (),
+        shapes: Mapping[str, tuple[str, str]] | None = None,
+        dtypes: Mapping[str, tuple[str, str]] | None = None,
+        **common: Any,
+    ) -> None:
+        super().__init__(message, **common)
+        self.missing = list(missing)
+        self.unexpected = list(unexpected)
+        self.shapes = dict(shapes or {})
+        self.dtypes = dict(dtypes or {})
 
 
 class CommitUnknownError(CheckpointError):

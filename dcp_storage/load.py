@@ -9,6 +9,7 @@ last range is there. The planner hears of an item, on the hook's thread, when al
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -19,15 +20,11 @@ import torch
 
 from dcp_storage.budget import Budget
 from dcp_storage.codec import bytes_of, contiguous_stride
-from dcp_storage.errors import (
-    CheckpointError,
-    CorruptCheckpointError,
-    ObjectNotFoundError,
-    ObjectTooShortError,
-    portable,
-)
-from dcp_storage.placing import Check, Place, Taker, check_blocks, dtype_of, is_direct, product, view_of
+from dcp_storage.errors import CheckpointError, portable
+from dcp_storage.fetching import fetch
+from dcp_storage.placing import Check, Place, Taker, check_blocks, dtype_of, is_direct, narrowed, product, view_of
 from dcp_storage.plan import Coalescer, Extent, Request, align, cut, strips
+from dcp_storage.plan_slices import slices
 from dcp_storage.records import ItemRecord
 from dcp_storage.store import Store
 
@@ -62,12 +59,24 @@ class Counters:
 
     bytes_needed: int = 0
     bytes_read: int = 0
+    bytes_received: int = 0
+    bytes_unchecked: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def read(self, count: int) -> None:
         """Counts bytes fetched from the store."""
         with self.lock:
             self.bytes_read += count
+
+    def received(self, count: int) -> None:
+        """Counts bytes that another rank sent."""
+        with self.lock:
+            self.bytes_received += count
+
+    def unchecked(self, count: int) -> None:
+        """Counts bytes of a tensor that no CRC-32 is known for."""
+        with self.lock:
+            self.bytes_unchecked += count
 
 
 class _Item:
@@ -122,6 +131,7 @@ class _Pipeline:
         self.part_size = part_size
         self.check = check
         self.received = received
+        self.max_gap = max_gap
         self.joiner: Coalescer[_Piece] = Coalescer(max_gap, part_size)
         self.slots = threading.BoundedSemaphore(in_flight)
         self.futures: list[Future[None]] = []
@@ -163,21 +173,22 @@ class _Pipeline:
         size = dtype.itemsize
         stride = record.stride or contiguous_stride(record.shape)
         direct = is_direct(target, dtype)
+        block = record.block if record.blocks else 1
         # Never less than a block: each strip widens to whole blocks, and would read the same ones again.
-        limit = max(self.part_size, self.budget.total // 4, record.block if record.blocks else 1)
-        for strip in strips(stride, size, wanted.offsets, wanted.lengths, (1 << 62) if direct else limit):
-            start, stop = align(strip.start, strip.stop, record.block if record.blocks else 1, length)
-            needed = size * product(strip.lengths)
-            self.counters.bytes_needed += needed
+        limit = max(self.part_size, self.budget.total // 4, block)
+        for strip in slices(stride, size, wanted.offsets, wanted.lengths, block=block, gap=self.max_gap):
+            start, stop = align(strip.start, strip.stop, block, length)
+            self.counters.bytes_needed += size * product(strip.lengths)
             if direct and strip.run and record.stride is None:
+                box = bytes_of(narrowed(target, strip.at, strip.lengths))
                 head, tail = strip.start - start, stop - strip.stop
-                buffers = [memoryview(bytearray(head)), bytes_of(target), memoryview(bytearray(tail))]
+                buffers = [memoryview(bytearray(head)), box, memoryview(bytearray(tail))]
                 yield _Job(item, [b for b in buffers if b.nbytes], None, 0), start, stop
                 continue
             for part in strips(stride, size, _shifted(wanted.offsets, strip.at), strip.lengths, limit):
-                start, stop = align(part.start, part.stop, record.block if record.blocks else 1, length)
+                start, stop = align(part.start, part.stop, block, length)
                 staging = self._stage(stop - start)
-                at = tuple(a + b for a, b in zip(strip.at, part.at, strict=True))
+                at = _shifted(strip.at, part.at)
                 view = view_of(staging, part.start - start, dtype, part.lengths, stride)
                 place = Place(target, at, part.lengths, view, record.key)
                 yield _Job(item, [memoryview(staging)], place, stop - start), start, stop
@@ -269,25 +280,8 @@ class _Pipeline:
             self.slots.release()
 
     def _fetch(self, file: str, offset: int, buffers: Sequence[memoryview], item: ItemRecord) -> None:
+        fetch(self.store, file, offset, buffers, item.key)
         size = sum(b.nbytes for b in buffers)
-        try:
-            self.store.read_into(file, offset, buffers)
-        except ObjectNotFoundError as error:
-            raise CorruptCheckpointError(
-                f"{self.store.url}: {file} is gone.", path=self.store.url, file=file, key=item.key, cause=error
-            ) from error
-        except ObjectTooShortError as error:
-            raise CorruptCheckpointError(
-                f"{self.store.url}: {file} is too short: bytes up to {offset + size} were committed, "
-                f"{'it ends before' if error.found is None else f'it has {error.found}'}.",
-                path=self.store.url,
-                file=file,
-                key=item.key,
-                offset=offset,
-                wanted=offset + size,
-                found=error.found,
-                cause=error,
-            ) from error
         self.counters.read(size)
         self.received(size)
 
@@ -295,6 +289,8 @@ class _Pipeline:
         piece = extent.owner
         job, record = piece.job, piece.job.item.wanted.item
         error = self.check(extent.file, record, piece.start, piece.buffers)
+        if not record.blocks and record.dtype is not None:
+            self.counters.unchecked(extent.stop - extent.start)
         if error is not None:
             # Once more, alone: only what is altered on the store is corrupt, not what was altered on the way.
             self._fetch(extent.file, extent.start, piece.buffers, record)
@@ -348,7 +344,7 @@ def run(
         budget: bytes of staging buffers.
         counters: counts what is read.
         part_size: bytes of one ranged read, at most.
-        max_gap: bytes thrown away to join two ranges.
+        max_gap: bytes thrown away to save a request, at most.
         max_concurrency: threads.
         check: compares bytes with the manifest's sums; the test kit exchanges it.
         received: told the bytes of each range that has arrived, on any thread.
@@ -358,7 +354,9 @@ def run(
         StoreError: the store failed.
     """
     ordered = sorted(wanted, key=lambda w: (w.file, w.item.offset, w.offsets or ()))
-    with ThreadPoolExecutor(max_concurrency, thread_name_prefix="dcp_storage-load") as pool:
+    # A disk's reads are copies out of the page cache: more threads than processors only take turns on the interpreter.
+    threads = max_concurrency if store.remote else min(max_concurrency, os.cpu_count() or 1)
+    with ThreadPoolExecutor(threads, thread_name_prefix="dcp_storage-load") as pool:
         pipeline = _Pipeline(store, pool, budget, counters, part_size, max_gap, 2 * max_concurrency, check, received)
         try:
             for one in ordered:

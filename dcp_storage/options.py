@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["KIB", "MIB", "LoadOptions", "LoadReport", "Problem", "Report", "SaveOptions", "SaveReport"]
+__all__ = ["KIB", "MIB", "LoadOptions", "LoadReport", "Problem", "RankFigures", "Report", "SaveOptions", "SaveReport"]
 
 KIB = 1024
 MIB = 1024 * 1024
@@ -101,7 +101,10 @@ class LoadOptions(_Common):
             into a target does not count. Default 256 MiB.
         attempts: most tries of one store request that failed in a passing way. Default 6.
         deadline: seconds for one store request with all its tries. Default 300.
-        max_gap: bytes that may be read and thrown away to join two ranges into one request. Default 64 KiB.
+        max_gap: bytes that are as dear as one more request: so many may be read and thrown away to save one. Default
+            None: 64 KiB on this machine's disks, 1 MiB over a network.
+        share_reads: whether the ranks of the reader's ``process_group`` read each byte that several of them want once,
+            and send it to each other. Default False.
         trusted_globals: classes, functions or dotted names that a checkpoint's Python objects may use beyond the
             published safe list (``dcp_storage.pickles.SAFE_GLOBALS``). They are called while loading: name only what
             you would run. Default none.
@@ -111,13 +114,18 @@ class LoadOptions(_Common):
         ValueError: a value is out of its range.
     """
 
-    max_gap: int = 64 * KIB
+    max_gap: int | None = None
+    share_reads: bool = False
     trusted_globals: Sequence[type | Callable[..., Any] | str] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_gap < 0:
+        if self.max_gap is not None and type(self.max_gap) is not int:
+            raise TypeError(f"max_gap must be an int or None, not {self.max_gap!r}.")
+        if self.max_gap is not None and self.max_gap < 0:
             raise ValueError(f"max_gap is in bytes and must not be negative, not {self.max_gap}.")
+        if not isinstance(self.share_reads, bool):
+            raise TypeError(f"share_reads must be True or False, not {self.share_reads!r}.")
         if isinstance(self.trusted_globals, str):
             raise TypeError('trusted_globals is a sequence, e.g. ["package.module.Name"], not a single string.')
         object.__setattr__(self, "trusted_globals", tuple(self.trusted_globals))
@@ -177,6 +185,27 @@ class Report:
         return {"ok": self.ok, **dataclasses.asdict(self)}
 
 
+@dataclass(frozen=True)
+class RankFigures:
+    """What one rank's writing took.
+
+    Attributes:
+        rank: which rank.
+        seconds: wall time by phase.
+        files: files that it wrote.
+        nbytes: bytes in them.
+        requests: requests that it sent to the store.
+        retries: of these, how many were tried again.
+    """
+
+    rank: int
+    seconds: dict[str, float]
+    files: int
+    nbytes: int
+    requests: int
+    retries: int
+
+
 @dataclass
 class SaveReport(Report):
     """What a save did, seen from this rank.
@@ -187,12 +216,17 @@ class SaveReport(Report):
         commit: number of the commit object; None on ranks that do not coordinate.
         single_writer: whether the store could not promise create-if-absent, so that the promise holds for one writer
             only.
+        ranks: on the coordinator, the figures of every rank that wrote anything, by rank.
+        straggler: on the coordinator, a sentence on the rank and phase that took far longer than the median; empty
+            where none did.
     """
 
     files: int = 0
     bytes_written: int = 0
     commit: int | None = None
     single_writer: bool = False
+    ranks: list[RankFigures] = field(default_factory=list)
+    straggler: str = ""
 
 
 @dataclass
@@ -202,11 +236,31 @@ class LoadReport(Report):
     Attributes:
         loaded: keys that were filled, sorted.
         bytes_needed: bytes of the items that were wanted.
-        bytes_read: bytes read from the store, commit and manifest included.
+        bytes_read: bytes read from the store by this rank, commit and manifest included.
+        bytes_received: bytes that other ranks sent: the manifest, and what they read for this rank.
+        bytes_unchecked: of the bytes that tensors were filled with, those that no checksum is known for: slices of
+            tensors that stock torch wrote.
+        shared: whether bytes were read once and shared; if that was asked for and not done, ``warnings`` says why.
         commit: number of the commit that was read; None for a checkpoint without one.
+        missing: keys of the template that the checkpoint lacks, sorted. This and what follows is of ``DCP.load``.
+        unexpected: keys of the checkpoint inside an entry of the template that nobody wanted, sorted.
+        shapes: keys that were left alone since another shape was saved, sorted.
+        cast: keys that were filled from another dtype, sorted.
+        untouched: keys of the template that kept what they had, for whatever reason, sorted.
+        per_rank: entry → what became of a value that was kept for every rank: ``"own"`` (this rank got its own),
+            ``"reseeded"``, ``"list"`` (all ranks' are in a ``PerRank``), ``"untouched"``.
     """
 
     loaded: list[str] = field(default_factory=list)
     bytes_needed: int = 0
     bytes_read: int = 0
+    bytes_received: int = 0
+    bytes_unchecked: int = 0
+    shared: bool = False
     commit: int | None = None
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    shapes: list[str] = field(default_factory=list)
+    cast: list[str] = field(default_factory=list)
+    untouched: list[str] = field(default_factory=list)
+    per_rank: dict[str, str] = field(default_factory=dict)

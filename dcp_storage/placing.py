@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +10,22 @@ from typing import Any
 import torch
 
 from dcp_storage.codec import dtype_named, name_of_dtype
+from dcp_storage.crc import crc32
 from dcp_storage.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from dcp_storage.records import ItemRecord
 
-__all__ = ["Check", "Place", "Taker", "check_blocks", "dtype_of", "fill", "is_direct", "product", "view_of"]
+__all__ = [
+    "Check",
+    "Place",
+    "Taker",
+    "check_blocks",
+    "dtype_of",
+    "fill",
+    "is_direct",
+    "narrowed",
+    "product",
+    "view_of",
+]
 
 Check = Callable[[str, ItemRecord, int, Sequence[memoryview]], CorruptCheckpointError | None]
 
@@ -38,7 +49,7 @@ def check_blocks(
         rest = buffer
         while rest.nbytes:
             taken = rest[:room]
-            crc = zlib.crc32(taken, crc)
+            crc = crc32(taken, crc)
             rest = rest[taken.nbytes :]
             room -= taken.nbytes
             if not room:
@@ -103,10 +114,14 @@ class Place:
     key: str
 
     def __call__(self) -> None:
-        place = self.target
-        for dim, (first, count) in enumerate(zip(self.at, self.lengths, strict=True)):
-            place = place.narrow(dim, first, count)
-        fill(place, self.view, self.key)
+        fill(narrowed(self.target, self.at, self.lengths), self.view, self.key)
+
+
+def narrowed(tensor: torch.Tensor, at: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    """The box of a tensor that begins at ``at``, as a view."""
+    for dim, (first, count) in enumerate(zip(at, lengths, strict=True)):
+        tensor = tensor.narrow(dim, first, count)
+    return tensor
 
 
 def fill(target: torch.Tensor, value: torch.Tensor, key: str) -> None:
@@ -142,7 +157,7 @@ def _quantizer(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def view_of(
-    staging: bytearray, skip: int, dtype: torch.dtype, lengths: tuple[int, ...], stride: Sequence[int]
+    staging: bytearray | memoryview, skip: int, dtype: torch.dtype, lengths: tuple[int, ...], stride: Sequence[int]
 ) -> torch.Tensor:
     """The box in a staging buffer, as a strided tensor over its bytes."""
     itemsize = dtype.itemsize

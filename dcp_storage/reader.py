@@ -6,13 +6,13 @@ import dataclasses
 import functools
 import os
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from fsspec.callbacks import Callback
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
@@ -25,62 +25,22 @@ from dcp_storage.errors import (
     CorruptCheckpointError,
     InvalidLocationError,
 )
+from dcp_storage.exchange import Limits, Sharing
+from dcp_storage.exchange_metadata import Heard, read_together
+from dcp_storage.exchange_rounds import agree, check_group, meet, named
 from dcp_storage.filling import Finish, resolve
 from dcp_storage.options import KIB, LoadOptions, LoadReport
+from dcp_storage.peeking import look_inside
+from dcp_storage.plan_slices import gap_of
+from dcp_storage.reader_load import Load, Unreadable
+from dcp_storage.reader_plans import Answer, Offer, Seen, answered, box_of, files_of, ranges_of
 from dcp_storage.reading import RANK_BY_RANK, Checkpoint, LoadSteps, read_checkpoint, read_rank_checkpoint
-from dcp_storage.records import ItemRecord
 from dcp_storage.session import Opened, OpenStore, Pointer, checked_options, guard, open_folder, phase
-from dcp_storage.stores.location import Location, is_supported
+from dcp_storage.stores.location import is_supported
+from dcp_storage.telling import tell_load
 from dcp_storage.torchview import metadata_of
 
 __all__ = ["FsspecStorageReader"]
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What a rank tells the coordinator in its plan: which commit it read, and which files it will read from.
-
-    Attributes:
-        number: the commit's number; None for a checkpoint without one.
-        identity: CRC-32 of the manifest, so that ranks that read different saves are found out.
-        files: names.
-    """
-
-    number: int | None
-    identity: int
-    files: tuple[str, ...]
-
-
-@dataclass
-class _Load:
-    """One load in one thread."""
-
-    location: Location | None
-    report: LoadReport
-    opened: Opened | None = None
-    checkpoint: Checkpoint | None = None
-    error: CheckpointError | None = None
-    counters: load.Counters = field(default_factory=load.Counters)
-
-
-class _Unreadable(Metadata):
-    """Stands for metadata that could not be read: every look at a field raises the reason.
-
-    torch turns an exception of ``read_metadata`` into an AssertionError of its own and loses its type; what
-    ``set_up_storage_reader`` or a planner raises arrives on all ranks as it is.
-    """
-
-    def __init__(self, error: CheckpointError) -> None:
-        super().__init__(state_dict_metadata={})
-        object.__setattr__(self, "_error", error)
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in _FIELDS:
-            raise object.__getattribute__(self, "_error")
-        return object.__getattribute__(self, name)
-
-
-_FIELDS = frozenset(f.name for f in dataclasses.fields(Metadata))
 
 
 class FsspecStorageReader(StorageReader):
@@ -96,10 +56,14 @@ class FsspecStorageReader(StorageReader):
         require_commit: whether a folder without any commit object is refused. False also loads what stock torch wrote;
             nothing then shows that such a checkpoint is whole. Default True.
         options: see :class:`LoadOptions`.
-        callback: an fsspec Callback that is told of bytes read by this rank; it does not travel when the reader is
-            pickled.
+        process_group: the ranks that load together, the same that ``dcp.load`` gets, with a backend for CPU memory
+            (gloo). One of them then reads commit and manifest for all; with ``LoadOptions(share_reads=True)`` each byte
+            that several of them want is read by one, too. Every rank of it has to load, one load at a time. It does
+            not travel when the reader is pickled. Default None: every rank reads for itself.
+        callback: an fsspec Callback that is told of the bytes that come to this rank; it does not travel either.
 
     Raises:
+        ValueError: ``share_reads`` without a ``process_group``, or one that cannot send CPU memory.
         InvalidLocationError: ``path`` cannot name a folder, its scheme is unknown, or a package for it is missing.
     """
 
@@ -110,19 +74,26 @@ class FsspecStorageReader(StorageReader):
         storage_options: Mapping[str, Any] | None = None,
         require_commit: bool = True,
         options: LoadOptions = LoadOptions(),  # noqa: B008 - frozen
+        process_group: dist.ProcessGroup | None = None,
         callback: Callback | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(options, LoadOptions):
             raise TypeError(f"options must be LoadOptions, not {type(options).__name__}.")
+        if process_group is not None:
+            check_group(process_group)
+        elif options.share_reads:
+            raise ValueError("share_reads=True needs the process_group over which the ranks share their reads.")
         self.storage_options: dict[str, Any] = checked_options(storage_options)
         self.require_commit = require_commit
         self.options = options
+        self.process_group = process_group
         self.callback = callback
         self._pointer = Pointer()
         if path is not None:
             self._pointer.set(path)
         self._report: LoadReport | None = None
+        self._failure: CheckpointError | None = None
         self._steps = LoadSteps()
         self._opener: OpenStore | None = None
         self._build()
@@ -133,13 +104,15 @@ class FsspecStorageReader(StorageReader):
         self._progress = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        left_here = {"_own", "_budget", "_progress", "callback", "_report"}
+        left_here = {"_own", "_budget", "_progress", "callback", "process_group", "_report", "_failure"}
         return {name: value for name, value in self.__dict__.items() if name not in left_here}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.callback = None
+        self.process_group = None
         self._report = None
+        self._failure = None
         self._build()
 
     @property
@@ -152,6 +125,14 @@ class FsspecStorageReader(StorageReader):
     def report(self) -> LoadReport | None:
         """The report of the load that finished last in this process."""
         return self._report
+
+    @property
+    def failure(self) -> CheckpointError | None:
+        """Why the load that failed last in this process failed on this rank, None where none did.
+
+        ``dcp.load`` raises it too, unless a rank is gone: then torch's own collective fails first, without a name.
+        """
+        return self._failure
 
     # -- torch's hooks, in the order in which they are called --
 
@@ -175,26 +156,18 @@ class FsspecStorageReader(StorageReader):
         try:
             location = self._pointer.get("reader")
         except InvalidLocationError as error:
-            self._own.load = _Load(None, LoadReport(""), error=error)
-            return _Unreadable(error)
-        current = _Load(location, LoadReport(location.url))
+            self._own.load = Load(None, LoadReport(""), error=error)
+            return Unreadable(error)
+        current = Load(location, LoadReport(location.url))
         self._own.load = current
         try:
             with guard("read_metadata", location), phase(current.report, "metadata"):
                 current.opened = open_folder(
                     location, self.storage_options, self.options, **({"opener": self._opener} if self._opener else {})
                 )
-                how: dict[str, Any] = {
-                    "require_commit": self.require_commit,
-                    "trusted_globals": self.options.trusted_globals,
-                }
-                if kwargs.get("rank") is None:
-                    checkpoint = read_checkpoint(current.opened.store, **how)
-                else:
-                    checkpoint = read_rank_checkpoint(current.opened.store, int(kwargs["rank"]), **how)
+                checkpoint = self._read_checkpoint(current, current.opened, kwargs.get("rank"))
                 current.checkpoint = checkpoint
                 current.report.commit = checkpoint.number
-                current.counters.bytes_read += checkpoint.bytes_read
                 metadata = metadata_of(
                     checkpoint.manifest, trusted_globals=self.options.trusted_globals, path=location.url
                 )
@@ -204,8 +177,8 @@ class FsspecStorageReader(StorageReader):
         except CheckpointError as error:
             if error.kind == RANK_BY_RANK and "rank" not in kwargs:
                 raise  # so that torch calls again, with the rank
-            current.error = error
-            return _Unreadable(error)
+            current.error = self._failure = error
+            return Unreadable(error)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Raises what :meth:`read_metadata` met."""
@@ -217,68 +190,64 @@ class FsspecStorageReader(StorageReader):
         """Tells the coordinator, by way of the plan, what this rank read and will read."""
         current = self._current()
         with guard("prepare_local_plan", current.location):
-            checkpoint = _known(current)
-            files = {checkpoint.file_of(_record(checkpoint, item)) for item in plan.items}
+            checkpoint = current.known()
+            self._look_inside(current, checkpoint, plan.items)
+            files = {checkpoint.file_of(current.record_of(item)) for item in plan.items}
             if checkpoint.of_rank:  # the coordinator's manifest does not know this rank's files
-                self._steps.check_sizes(_opened(current).store, checkpoint, files)
+                self._steps.check_sizes(current.store_of().store, checkpoint, files)
                 files = set()
-            seen = Seen(checkpoint.number, checkpoint.identity, tuple(sorted(files)))
+            offer = None
+            if current.meeting is not None and all(current.meeting.said):
+                ranges = ranges_of(plan.items, current.record_of, self._gap(current))
+                offer = Offer(current.meeting.token, current.meeting.rank, current.meeting.size, ranges)
+            seen = Seen(checkpoint.number, checkpoint.identity, tuple(sorted(files)), offer)
             return dataclasses.replace(plan, storage_data=seen)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """On the coordinator: all ranks read the same commit, and all wanted files are whole, before any changes."""
         current = self._current()
-        with guard("prepare_global_plan", current.location), phase(current.report, "sizes"):
-            checkpoint = _known(current)
-            wanted: set[str] = set()
-            for plan in plans:
-                seen = plan.storage_data
-                if not isinstance(seen, Seen):  # a planner made its own plan: all files, to be sure
-                    wanted.update(record.name for record in checkpoint.manifest.files)
-                    continue
-                if (seen.number, seen.identity) != (checkpoint.number, checkpoint.identity):
-                    raise CheckpointReplacedError(
-                        f"{current.report.path}: another save committed while the ranks were beginning to load: they "
-                        f"read commit {checkpoint.number} and commit {seen.number}. Load again.",
-                        path=current.report.path,
-                    )
-                wanted.update(seen.files)
-            self._steps.check_sizes(_opened(current).store, checkpoint, wanted)
-            return plans
+        path = current.report.path
+        with guard("prepare_global_plan", current.location):
+            checkpoint = current.known()
+            with phase(current.report, "sizes"):
+                wanted = files_of(plans, checkpoint, path)
+                self._steps.check_sizes(current.store_of().store, checkpoint, wanted)
+            with phase(current.report, "plan"):
+                return answered(plans, checkpoint, path=path, budget=self.options.memory_budget)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads what this rank wants, straight into the planner's tensors where their layout allows."""
         current = self._current()
         report = current.report
-        with guard("read_data", current.location), phase(report, "read"):
-            checkpoint, opened = _known(current), _opened(current)
-            wanted = [self._wanted(current, checkpoint, item, planner) for item in plan.items]
-            if self.callback is not None:
-                self.callback.set_size(sum(w.item.payload_length for w in wanted))
-            try:
-                load.run(
-                    opened.store,
-                    wanted,
-                    budget=self._budget,
-                    counters=current.counters,
-                    part_size=max(min(self.options.part_size, self.options.memory_budget), 64 * KIB),
-                    max_gap=self.options.max_gap,
-                    max_concurrency=self.options.max_concurrency,
-                    check=self._steps.check_blocks,
-                    received=self._tell,
-                )
-            except CorruptCheckpointError as error:
-                found = blame(opened.store, checkpoint.number, error)
-                if found is error:
-                    raise
-                raise found from error
-            if not isinstance(plan.storage_data, Seen):
-                self._look_again(opened, checkpoint)
+        checkpoint, opened = current.known(), current.store_of()
+        try:
+            with guard("read_data", current.location), phase(report, "read"):
+                try:
+                    self._read(current, checkpoint, opened, plan, planner)
+                except CorruptCheckpointError as error:
+                    found = blame(opened.store, checkpoint.number, error)
+                    if found is error:
+                        raise
+                    raise found from error
+                if not isinstance(plan.storage_data, (Seen, Answer)):
+                    self._look_again(opened, checkpoint)
+        except CheckpointError as error:
+            self._failure = error
+            raise
+        counters = current.counters
         report.loaded = sorted({item.dest_index.fqn for item in plan.items})
-        report.bytes_needed = current.counters.bytes_needed
-        report.bytes_read = current.counters.bytes_read
+        report.bytes_needed = counters.bytes_needed
+        report.bytes_read = counters.bytes_read
+        report.bytes_received = counters.bytes_received
+        report.bytes_unchecked = counters.bytes_unchecked
+        if counters.bytes_unchecked:
+            report.warnings.append(
+                f"{report.path}: {counters.bytes_unchecked} bytes of slices were not checked: stock torch saves no "
+                "checksums that a part of a tensor could be held against."
+            )
         opened.count_into(report)
         self._report = report
+        tell_load(report)
         opened.store.close()
         self._own.load = None
         future: Future[None] = Future()
@@ -287,11 +256,102 @@ class FsspecStorageReader(StorageReader):
 
     # -- what the hooks are made of --
 
-    def _current(self) -> _Load:
+    def _current(self) -> Load:
         current = getattr(self._own, "load", None)
         if current is None:
             raise CheckpointError("No load is under way in this thread: read_metadata comes first.", kind="protocol")
         return current  # type: ignore[no-any-return]
+
+    def _read_checkpoint(self, current: Load, opened: Opened, rank: int | None) -> Checkpoint:
+        how: dict[str, Any] = {"require_commit": self.require_commit, "trusted_globals": self.options.trusted_globals}
+        counters, group = current.counters, self.process_group
+        if group is not None and rank is None:
+            share, path = self.options.share_reads, current.report.path
+            current.meeting = meeting = meet(group, path=path, deadline=self.options.deadline, mine=share)
+            checkpoint, counters.bytes_read, counters.bytes_received = read_together(
+                meeting, opened.store, lambda store: read_checkpoint(store, **how)
+            )
+            if share and not all(meeting.said):
+                others = named(rank for rank, said in enumerate(meeting.said) if not said)
+                current.report.warnings.append(f"{path}: reads are not shared: {others} did not ask for it.")
+            return checkpoint
+        if self.options.share_reads:
+            why = "the reader's process_group did not travel with it" if group is None else "every rank reads its own"
+            current.report.warnings.append(f"{current.report.path}: reads are not shared: {why}.")
+        heard = Heard(opened.store, keep=False)
+        checkpoint = read_checkpoint(heard, **how) if rank is None else read_rank_checkpoint(heard, int(rank), **how)
+        counters.bytes_read = heard.bytes_read
+        return checkpoint
+
+    def _gap(self, current: Load) -> int:
+        return gap_of(remote=current.store_of().store.remote, max_gap=self.options.max_gap)
+
+    def _look_inside(self, current: Load, checkpoint: Checkpoint, items: Sequence[ReadItem]) -> None:
+        new = [item for item in items if item.storage_index not in current.inside]
+        found = look_inside(current.store_of().store, checkpoint, new, self.options.max_concurrency)
+        current.inside.update(found)
+
+    def _read(
+        self, current: Load, checkpoint: Checkpoint, opened: Opened, plan: LoadPlan, planner: LoadPlanner
+    ) -> None:
+        self._look_inside(current, checkpoint, plan.items)
+        wanted = [self._wanted(current, checkpoint, item, planner) for item in plan.items]
+        if self.callback is not None:
+            self.callback.set_size(sum(w.item.payload_length for w in wanted))
+        if self._share(current, checkpoint, opened, plan, wanted):
+            return
+        load.run(
+            opened.store,
+            wanted,
+            budget=self._budget,
+            counters=current.counters,
+            part_size=max(min(self.options.part_size, self.options.memory_budget), 64 * KIB),
+            max_gap=self._gap(current),
+            max_concurrency=self.options.max_concurrency,
+            check=self._steps.check_blocks,
+            received=self._tell,
+        )
+
+    def _share(
+        self, current: Load, checkpoint: Checkpoint, opened: Opened, plan: LoadPlan, wanted: Sequence[load.Wanted]
+    ) -> bool:
+        """Reads what is wanted together with the other ranks; False where that is not to be."""
+        meeting, answer, report = current.meeting, plan.storage_data, current.report
+        if meeting is None or not all(meeting.said):
+            return False
+        limits = Limits(
+            budget=self.options.memory_budget,
+            part_size=max(self.options.part_size, 64 * KIB),
+            max_gap=self._gap(current),
+            max_concurrency=self.options.max_concurrency,
+        )
+        counters = dataclasses.replace(current.counters, lock=threading.Lock())
+
+        def begin() -> Sharing | str:
+            if not isinstance(answer, Answer) or answer.token != meeting.token:
+                return f"on rank {meeting.rank} a planner replaced what this package had put into the plan"
+            if answer.segments is None:
+                return answer.reason
+            files = [record.name for record in checkpoint.manifest.files]
+            return Sharing(
+                opened.store, wanted, answer.segments, files, rank=meeting.rank, counters=counters, limits=limits,
+                check=self._steps.check_blocks, received=self._tell,
+            )  # fmt: skip
+
+        with phase(report, "meet"):
+            sharing, why = agree(meeting, begin)
+        if sharing is None:
+            report.warnings.append(f"{report.path}: reads are not shared: {why}.")
+            return False
+        held = min(self._budget.total, limits.budget)
+        self._budget.acquire(held)
+        try:
+            sharing.run(meeting)
+        finally:
+            self._budget.release(held)
+        current.counters = counters
+        report.shared = True
+        return True
 
     def _tell(self, count: int) -> None:
         if self.callback is not None:
@@ -310,44 +370,21 @@ class FsspecStorageReader(StorageReader):
                 path=opened.store.url,
             )
 
-    def _wanted(self, current: _Load, checkpoint: Checkpoint, item: ReadItem, planner: LoadPlanner) -> load.Wanted:
-        record = _record(checkpoint, item)
+    def _wanted(self, current: Load, checkpoint: Checkpoint, item: ReadItem, planner: LoadPlanner) -> load.Wanted:
+        record = current.record_of(item)
         key = item.dest_index.fqn
         path = current.report.path
         finish = Finish(
             planner, item, record, path, self.options.trusted_globals, self._steps, checkpoint.limit_of(record)
         )
-        if item.type == LoadItemType.BYTE_IO:
+        offsets, lengths = box_of(item)
+        if offsets is None:
             return load.Wanted(checkpoint.file_of(record), record, None, None, None, finish.as_object)
         return load.Wanted(
             file=checkpoint.file_of(record),
             item=record,
-            offsets=tuple(item.storage_offsets),
-            lengths=tuple(item.lengths),
+            offsets=offsets,
+            lengths=lengths,
             target=functools.partial(resolve, planner, item, path, key),
             done=finish.as_tensor,
         )
-
-
-def _known(current: _Load) -> Checkpoint:
-    if current.error is not None:
-        raise current.error
-    if current.checkpoint is None:
-        raise CheckpointError("read_metadata comes first.", path=current.report.path, kind="protocol")
-    return current.checkpoint
-
-
-def _opened(current: _Load) -> Opened:
-    if current.opened is None:
-        raise CheckpointError("read_metadata comes first.", path=current.report.path, kind="protocol")
-    return current.opened
-
-
-def _record(checkpoint: Checkpoint, item: ReadItem) -> ItemRecord:
-    record = checkpoint.items.get(item.storage_index)
-    if record is None:
-        raise CorruptCheckpointError(
-            f"The manifest has no item for {item.storage_index.fqn!r} at {item.storage_index.offset}.",
-            key=item.storage_index.fqn,
-        )
-    return record

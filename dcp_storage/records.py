@@ -14,6 +14,7 @@ import msgspec
 
 from dcp_storage.errors import CorruptCheckpointError, IncompatibleCheckpointError, UntrustedDataError
 from dcp_storage.names import check_name
+from dcp_storage.options import RankFigures
 
 __all__ = [
     "FORMAT",
@@ -152,11 +153,13 @@ class WrittenItem(msgspec.Struct, frozen=True):
         name: the file's name.
         item: the item; its ``file`` is filled in by the coordinator.
         shard: the file's own facts, on the first item of each file only.
+        figures: what the rank's writing took, on the rank's first item only.
     """
 
     name: str
     item: ItemRecord
     shard: FileRecord | None
+    figures: RankFigures | None = None
 
 
 class Chunk(msgspec.Struct, frozen=True):

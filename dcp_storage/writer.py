@@ -31,6 +31,7 @@ from dcp_storage.plan import pack
 from dcp_storage.records import WrittenItem
 from dcp_storage.session import Opened, OpenStore, Pointer, checked_options, guard, open_folder, phase
 from dcp_storage.stores.location import Location, is_supported
+from dcp_storage.telling import gather, straggler, tell_save, with_figures
 from dcp_storage.torchview import manifest_of, stock_storage_data
 
 __all__ = ["FsspecStorageWriter"]
@@ -230,9 +231,11 @@ class FsspecStorageWriter(StorageWriter):
         report.bytes_written = sum(w.shard.size for w in written if w.shard is not None)
         current.written = sorted({w.name for w in written})
         current.opened.count_into(report)
+        written = with_figures(written, report, current.rank)
         if not current.is_coordinator and current.label is None:
             self._report = report
             current.opened.store.close()
+            tell_save(report, current.rank)
         results = [
             WriteResult(index=item.index, size_in_bytes=w.item.length, storage_data=w)
             for item, w in zip(plan.items, written, strict=True)
@@ -268,9 +271,12 @@ class FsspecStorageWriter(StorageWriter):
         report.warnings = attempt.warnings
         report.single_writer = attempt.single_writer
         report.commit = attempt.number + 1 if current.label is None else None
+        report.ranks = gather(results)
+        report.straggler = straggler(report.ranks)
         current.opened.count_into(report)
         self._report = report
         current.opened.store.close()
+        tell_save(report, current.rank)
 
     # -- what the hooks are made of --
 

@@ -14,19 +14,33 @@ from dcp_storage import FsspecStorageReader, FsspecStorageWriter, LoadOptions, S
 PUBLIC = [
     "CheckpointError",
     "CheckpointExistsError",
+    "CheckpointManager",
     "CheckpointNotFoundError",
     "CheckpointReplacedError",
     "CommitUnknownError",
     "CorruptCheckpointError",
+    "DCP",
     "FsspecStorageReader",
     "FsspecStorageWriter",
     "IncompatibleCheckpointError",
     "InvalidLocationError",
     "LoadOptions",
     "NotCommittedError",
+    "PerRank",
+    "RngState",
     "SaveOptions",
     "StoreError",
     "UntrustedDataError",
+    "adopt",
+    "bench",
+    "copy",
+    "delete",
+    "describe",
+    "doctor",
+    "list_keys",
+    "load_keys",
+    "prune",
+    "verify",
 ]
 
 MIB = 1024 * 1024
@@ -48,8 +62,16 @@ def parameters(cls: type) -> list[tuple[str, str, Any]]:
 
 def test_the_names_are_these() -> None:
     """The package exports exactly these names, sorted."""
-    assert dcp_storage.__all__ == PUBLIC
+    assert sorted(dcp_storage.__all__) == PUBLIC  # in the file they stand as ruff sorts them, capitals first
     assert sorted(PUBLIC) == PUBLIC
+
+
+def test_every_name_is_listed_and_others_are_not_there() -> None:
+    """``dir()`` has each name although none is imported before it is used; a name that is not there is an error."""
+    assert set(PUBLIC) <= set(dir(dcp_storage))
+    wrong = "no_such_name"
+    with pytest.raises(AttributeError, match=wrong):
+        getattr(dcp_storage, wrong)
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -87,6 +109,7 @@ def test_the_reader_takes_these_arguments() -> None:
         ("storage_options", "keyword-only", None),
         ("require_commit", "keyword-only", True),
         ("options", "keyword-only", LoadOptions()),
+        ("process_group", "keyword-only", None),
         ("callback", "keyword-only", None),
     ]
 
@@ -103,7 +126,7 @@ def test_the_options_of_a_save_are_these() -> None:
 
 def test_the_options_of_a_load_are_these() -> None:
     """The fields of LoadOptions and their defaults are frozen."""
-    assert fields(LoadOptions) == {**COMMON, "max_gap": 65536, "trusted_globals": ()}
+    assert fields(LoadOptions) == {**COMMON, "max_gap": None, "share_reads": False, "trusted_globals": ()}
 
 
 @pytest.mark.parametrize("cls", [SaveOptions, LoadOptions])

@@ -1,0 +1,195 @@
+"""Runs workers in turn, each in its own process, and sums up what they measured."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dcp_storage.testing.proxy import Shape
+
+__all__ = ["Case", "Figure", "LightServer", "interleaved", "process_cpu", "serving", "shaped"]
+
+LIMIT = 900  # seconds for one worker
+TICK = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of a table: who does what to which state, where.
+
+    Attributes:
+        subject: from :data:`benchmarks.subjects.SUBJECTS`.
+        action: ``save`` or ``load``.
+        state: from :data:`benchmarks.states.STATES`.
+        url: the folder; each subject has its own.
+        endpoint: the server's URL.
+        options: of ours.
+        label: how the row is called; the subject by default.
+    """
+
+    subject: str
+    action: str
+    state: str
+    url: str
+    endpoint: str = ""
+    options: dict[str, int] = field(default_factory=dict)
+    label: str = ""
+
+
+@dataclass
+class Figure:
+    """What the rounds of one case gave; lists have one number for each round."""
+
+    case: Case
+    wall: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+    server_cpu: list[float] = field(default_factory=list)
+    peak: list[int] = field(default_factory=list)
+    bytes: int = 0
+    requests: dict[str, int] = field(default_factory=dict)
+    bytes_in: int = 0
+    bytes_out: int = 0
+
+    @property
+    def median_wall(self) -> float:
+        """Seconds."""
+        return statistics.median(self.wall)
+
+    @property
+    def median_cpu(self) -> float:
+        """Seconds of the client."""
+        return statistics.median(self.cpu)
+
+    def row(self) -> dict[str, Any]:
+        """All of it, and the figures that are printed."""
+        size = self.bytes / 1e9
+        return {
+            **asdict(self.case),
+            "gb": size,
+            "wall": self.wall,
+            "median_wall": self.median_wall,
+            "spread": [min(self.wall), max(self.wall)],
+            "gb_per_s": size / self.median_wall,
+            "cpu_per_gb": self.median_cpu / size,
+            "server_cpu_per_gb": statistics.median(self.server_cpu) / size if self.server_cpu else None,
+            "peak_mib": statistics.median(self.peak) / 2**20,
+            "requests": self.requests,
+            "bytes_in": self.bytes_in,
+            "bytes_out": self.bytes_out,
+        }
+
+
+class LightServer:
+    """The light S3 server in a process of its own.
+
+    Args:
+        bucket: made at once.
+        certificate: PEM file with certificate and key, to serve HTTPS; the caller trusts it.
+    """
+
+    def __init__(self, bucket: str, certificate: Path | None = None) -> None:
+        command = [sys.executable, "-m", "benchmarks.light_server"]
+        if certificate is not None:
+            command += ["--cert", str(certificate)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.port = int(self.process.stdout.readline())
+        self.url = f"{'https' if certificate else 'http'}://127.0.0.1:{self.port}"
+        self._certificate = certificate
+        self._ask(bucket, "PUT")
+
+    def _ask(self, path: str, method: str = "GET") -> bytes:
+        context = None
+        if self._certificate is not None:
+            import ssl
+
+            context = ssl.create_default_context(cafile=str(self._certificate))
+        request = urllib.request.Request(f"{self.url}/{path}", method=method)
+        with urllib.request.urlopen(request, timeout=30, context=context) as answer:
+            data: bytes = answer.read()
+        return data
+
+    def stats(self) -> dict[str, Any]:
+        """Requests by verb, bytes in and out, CPU seconds, all since the start."""
+        found: dict[str, Any] = json.loads(self._ask("_stats"))
+        return found
+
+    def close(self) -> None:
+        """Ends the process."""
+        self.process.terminate()
+        self.process.wait(timeout=10)
+
+
+def process_cpu(pid: int) -> float:
+    """User and system seconds of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICK
+
+
+@contextlib.contextmanager
+def serving(*arguments: str) -> Iterator[tuple[str, int]]:
+    """What :mod:`benchmarks.serve` serves, in a process of its own; gives its URL and process id."""
+    command = [sys.executable, "-m", "benchmarks.serve", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        yield process.stdout.readline().strip(), process.pid
+    finally:
+        process.kill()
+        process.wait(timeout=10)
+
+
+@contextlib.contextmanager
+def shaped(url: str, shape: Shape) -> Iterator[str]:
+    """The server behind a link of this shape; gives the URL to use."""
+    with serving("proxy", url, str(shape.latency), str(shape.rate)) as (proxied, _):
+        yield proxied
+
+
+def _once(case: Case) -> dict[str, Any]:
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.worker", case.subject, case.action]
+    command += ["--state", case.state, "--url", case.url, "--endpoint", case.endpoint]
+    command += ["--options", json.dumps(case.options)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=LIMIT)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    if not found["right"]:
+        raise RuntimeError(f"{case}: what was loaded is not what was saved.")
+    return found
+
+
+def interleaved(
+    cases: Sequence[Case], rounds: int, server: LightServer | None = None, pid: int | None = None
+) -> list[Figure]:
+    """Measures all cases in turn, ``rounds`` times over; a load finds what the save of its subject left."""
+    figures = [Figure(case) for case in cases]
+    for number in range(rounds):
+        for figure in figures:
+            before = server.stats() if server else None
+            busy = process_cpu(pid) if pid is not None else 0.0
+            found = _once(figure.case)
+            figure.wall.append(found["wall"])
+            figure.cpu.append(found["cpu"])
+            figure.peak.append(found["peak"])
+            figure.bytes = found["bytes"]
+            if server and before:
+                after = server.stats()
+                figure.server_cpu.append(after["cpu"] - before["cpu"])
+                figure.requests = {k: v - before["requests"].get(k, 0) for k, v in after["requests"].items()}
+                figure.bytes_in = after["bytes_in"] - before["bytes_in"]
+                figure.bytes_out = after["bytes_out"] - before["bytes_out"]
+            elif pid is not None:
+                figure.server_cpu.append(process_cpu(pid) - busy)
+            case = figure.case
+            print(
+                f"  {number + 1}/{rounds} {case.label or case.subject}: {case.action} {found['wall']:.2f} s", flush=True
+            )
+    return figures

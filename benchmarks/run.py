@@ -1,0 +1,85 @@
+"""``make bench``: measures, prints tables and the bars of the design, writes JSON and plots.
+
+Every subject runs in a process of its own, in interleaved rounds; figures are medians. Run it on a quiet machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.bars import bars_of
+from benchmarks.plots import draw
+from benchmarks.settings import SETTINGS, Scale
+
+__all__ = ["main"]
+
+QUICK = Scale(state="gpt2-2", shaped="gpt2-2", rounds=3, full=False)
+FULL = Scale(state="gpt2", shaped="gpt2-6", rounds=5, full=True)
+HEAD = ("subject", "action", "s (min–max)", "GB/s", "client CPU s/GB", "server CPU s/GB", "peak MiB", "requests")
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    lines = ["| " + " | ".join(HEAD) + " |", "|" + " --- |" * len(HEAD)]
+    for row in rows:
+        server = "" if row["server_cpu_per_gb"] is None else f"{row['server_cpu_per_gb']:.2f}"
+        cells = (
+            row["label"] or row["subject"],
+            row["action"],
+            f"{row['median_wall']:.2f} ({row['spread'][0]:.2f}–{row['spread'][1]:.2f})",
+            f"{row['gb_per_s']:.2f}",
+            f"{row['cpu_per_gb']:.2f}",
+            server,
+            f"{row['peak_mib']:.0f}",
+            str(sum(row["requests"].values()) or ""),
+        )
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Reads the command line, measures, writes ``results.json``, ``tables.md`` and plots."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="minutes (the default)")
+    size.add_argument("--full", action="store_true", help="GPT-2 124M with AdamW and five rounds; about an hour")
+    parser.add_argument("--only", nargs="*", choices=list(SETTINGS), default=list(SETTINGS))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    options = parser.parse_args()
+    scale = FULL if options.full else QUICK
+    options.out.mkdir(parents=True, exist_ok=True)
+    found: dict[str, Any] = {
+        "machine": f"{platform.machine()}, {os.cpu_count()} processors",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "command": " ".join(["python", "-m", "benchmarks.run", *sys.argv[1:]]),
+        "settings": {},
+    }
+    text = []
+    with tempfile.TemporaryDirectory() as scratch:
+        os.environ["BENCH_SCRATCH"] = scratch
+        for name in options.only:
+            print(f"{name}: {SETTINGS[name].__doc__}", flush=True)
+            start = time.monotonic()
+            rows = [figure.row() for figure in SETTINGS[name](scale)]
+            found["settings"][name] = rows
+            text += [f"### {name}", "", str(SETTINGS[name].__doc__), "", _table(rows), ""]
+            print(_table(rows), f"\n({time.monotonic() - start:.0f} s)\n", flush=True)
+    text += ["### Bars", "", bars_of(found["settings"])]
+    print(text[-1])
+    (options.out / "results.json").write_text(json.dumps(found, indent=1))
+    (options.out / "tables.md").write_text("\n".join(text) + "\n")
+    draw(found["settings"], options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""A server or a proxy in a process of its own; prints its URL and serves until it is stopped."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+
+from dcp_storage.testing.proxy import Proxy, Shape
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """``proxy URL LATENCY RATE``, or ``gcs BUCKET``."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    proxy = kinds.add_parser("proxy")
+    proxy.add_argument("url")
+    proxy.add_argument("latency", type=float)
+    proxy.add_argument("rate", type=float)
+    gcs = kinds.add_parser("gcs")
+    gcs.add_argument("bucket")
+    options = parser.parse_args()
+    if options.kind == "proxy":
+        with Proxy(options.url, Shape(options.latency, options.rate)) as shaped:
+            print(shaped.url, flush=True)
+            signal.pause()
+    os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
+    from tests.servers.gcs import gcs_server
+
+    with gcs_server() as server:
+        server.make_bucket(options.bucket)
+        print(server.url, flush=True)
+        signal.pause()
+
+
+if __name__ == "__main__":
+    main()

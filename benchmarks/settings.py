@@ -1,0 +1,154 @@
+"""Where it is measured: each setting is a table of cases with the server that they need."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.measuring import Case, Figure, LightServer, interleaved, serving, shaped
+from benchmarks.states import make_state
+from benchmarks.tls import make_certificate
+from dcp_storage.codec import bytes_of
+from dcp_storage.testing.proxy import Shape
+
+__all__ = ["SETTINGS", "Scale"]
+
+LINK = Shape(latency=0.020, rate=60e6)
+"""20 ms before each answer, 60 MB/s on each connection."""
+
+S3_PEERS = ("ours", "raw s3fs client", "s3torchconnector", "multi-storage-client", "torch Fsspec")
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured.
+
+    Attributes:
+        state: saved and loaded without shaping.
+        shaped: saved and loaded over the shaped link; stock torch needs half a minute for a gigabyte there.
+        rounds: of each case.
+        full: whether the settings run that take long.
+    """
+
+    state: str
+    shaped: str
+    rounds: int
+    full: bool
+
+
+def _both(subjects: tuple[str, ...], state: str, where: Callable[[str], str], endpoint: str) -> list[Case]:
+    return [
+        Case(subject, action, state, where(subject), endpoint) for subject in subjects for action in ("save", "load")
+    ]
+
+
+def _in_bucket(scheme: str) -> Callable[[str], str]:
+    return lambda subject: f"{scheme}://bench/{subject.replace(' ', '_')}"
+
+
+def s3_unshaped(scale: Scale) -> list[Figure]:
+    """S3, loopback, the light server: what the client costs."""
+    server = LightServer("bench")
+    try:
+        return interleaved(_both(S3_PEERS, scale.state, _in_bucket("s3"), server.url), scale.rounds, server)
+    finally:
+        server.close()
+
+
+def s3_shaped(scale: Scale) -> list[Figure]:
+    """S3 behind a link of 20 ms and 60 MB/s per connection, the light server."""
+    server = LightServer("bench")
+    try:
+        with shaped(server.url, LINK) as url:
+            return interleaved(_both(S3_PEERS, scale.shaped, _in_bucket("s3"), url), scale.rounds, server)
+    finally:
+        server.close()
+
+
+def s3_tls(scale: Scale) -> list[Figure]:
+    """S3 over TLS, loopback, the light server."""
+    with tempfile.TemporaryDirectory() as scratch:
+        certificate = make_certificate(Path(scratch))
+        os.environ["BENCH_CA"] = str(certificate)
+        server = LightServer("bench", certificate)
+        try:
+            subjects = ("ours", "raw s3fs client", "torch Fsspec")
+            return interleaved(_both(subjects, scale.state, _in_bucket("s3"), server.url), scale.rounds, server)
+        finally:
+            server.close()
+
+
+def s3_concurrency(scale: Scale) -> list[Figure]:
+    """S3, shaped, ours: GB/s over requests in flight."""
+    server = LightServer("bench")
+    try:
+        with shaped(server.url, LINK) as url:
+            cases = [
+                Case("ours", action, scale.shaped, "s3://bench/c", url, {"max_concurrency": n}, f"{n} in flight")
+                for n in (1, 2, 4, 8, 16)
+                for action in ("save", "load")
+            ]
+            return interleaved(cases, 1 if not scale.full else scale.rounds, server)
+    finally:
+        server.close()
+
+
+def gcs_shaped(scale: Scale) -> list[Figure]:
+    """GCS behind the same link, the strict server of the tests (one Python process: it is part of each figure)."""
+    with serving("gcs", "bench") as (gcs, pid), shaped(gcs, LINK) as url:
+        return interleaved(_both(("ours", "torch Fsspec"), scale.shaped, _in_bucket("gs"), url), scale.rounds, pid=pid)
+
+
+def local(scale: Scale) -> list[Figure]:
+    """Local disk, saves with fsync, loads from a warm page cache."""
+    with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DISK")) as folder:
+        source = Path(folder) / "source"
+        with source.open("wb") as file:
+            for tensor in make_state(scale.state).values():
+                file.write(bytes_of(tensor))
+        os.environ["BENCH_SOURCE"] = str(source)
+        subjects = ("ours", "dd", "torch FileSystem")
+        cases = _both(subjects, scale.state, lambda subject: f"{folder}/{subject.replace(' ', '_')}", "")
+        figures = [Figure(case) for case in cases]
+        for _ in range(scale.rounds):
+            # Every round writes new files: one that is overwritten in place costs the disk less than one that is made.
+            for place in {case.url for case in cases}:
+                shutil.rmtree(place, ignore_errors=True)
+                Path(place).mkdir()
+            subprocess.run(["sync", "-f", folder], check=True)
+            for total, one in zip(figures, interleaved(cases, 1), strict=True):
+                total.wall += one.wall
+                total.cpu += one.cpu
+                total.peak += one.peak
+                total.bytes = one.bytes
+        return figures
+
+
+def small(scale: Scale) -> list[Figure]:
+    """10,000 tensors of 4 KB: local disk, and S3 on the light server."""
+    server = LightServer("bench")
+    try:
+        with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DISK")) as folder:
+            cases = _both(("ours", "torch Fsspec"), "small", _in_bucket("s3"), server.url)
+            disk = ("ours", "torch FileSystem")
+            for case in _both(disk, "small", lambda subject: f"{folder}/{subject.replace(' ', '_')}", ""):
+                cases.append(Case(case.subject, case.action, "small", case.url, label=f"{case.subject}, disk"))
+            return interleaved(cases, scale.rounds)
+    finally:
+        server.close()
+
+
+SETTINGS: dict[str, Callable[[Scale], list[Figure]]] = {
+    "local": local,
+    "s3_unshaped": s3_unshaped,
+    "s3_shaped": s3_shaped,
+    "s3_tls": s3_tls,
+    "s3_concurrency": s3_concurrency,
+    "gcs_shaped": gcs_shaped,
+    "small": small,
+}

@@ -1,0 +1,117 @@
+"""What a checkpoint holds, from its manifest alone: key, shape, dtype. Importing this module does not import torch."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dcp_storage.current import blame, nothing_committed, read_current, read_manifest
+from dcp_storage.errors import CorruptCheckpointError, ObjectNotFoundError
+from dcp_storage.options import LoadOptions
+from dcp_storage.records import BytesEntry, TensorEntry
+from dcp_storage.session import checked_options, guard, open_folder
+from dcp_storage.stores.location import parse_location
+
+if TYPE_CHECKING:
+    from dcp_storage.records import Manifest
+    from dcp_storage.store import Store
+
+__all__ = ["SavedKey", "list_keys"]
+
+
+@dataclass(frozen=True)
+class SavedKey:
+    """One key of a checkpoint.
+
+    Attributes:
+        key: as it is in the state dict.
+        shape: of the whole tensor; None for a Python object.
+        dtype: e.g. ``"bfloat16"``; None for a Python object.
+        nbytes: bytes that the item or items of the key take on the store.
+        chunks: in how many pieces it was saved.
+    """
+
+    key: str
+    shape: tuple[int, ...] | None
+    dtype: str | None
+    nbytes: int
+    chunks: int
+
+    @property
+    def elements(self) -> int | None:
+        """The number of elements; None for a Python object."""
+        return None if self.shape is None else math.prod(self.shape)
+
+
+def list_keys(
+    path: str | os.PathLike[str],
+    *,
+    prefix: str = "",
+    storage_options: Mapping[str, Any] | None = None,
+    require_commit: bool = True,
+    options: LoadOptions = LoadOptions(),  # noqa: B008 - frozen
+) -> list[SavedKey]:
+    """Lists the keys of a checkpoint: reads its commit and its manifest, and nothing else.
+
+    Needs no torch, except for a checkpoint without a commit (``require_commit=False``), whose metadata is torch's.
+
+    Args:
+        path: as for :class:`~dcp_storage.FsspecStorageReader`.
+        prefix: only keys that begin so. Default: all.
+        storage_options: handed to fsspec untouched.
+        require_commit: whether a folder without any commit object is refused. False also lists what stock torch wrote.
+        options: attempts, deadline and ``trusted_globals``.
+
+    Returns:
+        The keys, sorted.
+
+    Raises:
+        CheckpointNotFoundError: the folder holds no checkpoint that stands; says what is there.
+        CorruptCheckpointError: the manifest is not what was committed.
+        InvalidLocationError: ``path`` cannot name a folder.
+        StoreError: the store failed.
+    """
+    location = parse_location(path)
+    with guard("list_keys", location):
+        opened = open_folder(location, checked_options(storage_options), options)
+        try:
+            manifest = _manifest(opened.store, options, require_commit=require_commit)
+        finally:
+            opened.store.close()
+    sizes: dict[str, int] = {}
+    for item in manifest.items:
+        sizes[item.key] = sizes.get(item.key, 0) + item.length
+    return [
+        _saved(key, entry, sizes.get(key, 0))
+        for key, entry in sorted(manifest.entries.items())
+        if key.startswith(prefix)
+    ]
+
+
+def _manifest(store: Store, options: LoadOptions, *, require_commit: bool) -> Manifest:
+    try:
+        current = read_current(store)
+    except ObjectNotFoundError as error:  # the bucket itself
+        raise nothing_committed(store, None) from error
+    if current is not None and current.commit.manifest is not None:
+        try:
+            return read_manifest(store, current)
+        except CorruptCheckpointError as error:
+            found = blame(store, current.number, error)
+            if found is error:
+                raise
+            raise found from error
+    if require_commit or current is not None:
+        raise nothing_committed(store, current)
+    from dcp_storage.reading import read_checkpoint  # imports torch, whose own metadata this is
+
+    return read_checkpoint(store, require_commit=False, trusted_globals=options.trusted_globals).manifest
+
+
+def _saved(key: str, entry: TensorEntry | BytesEntry, nbytes: int) -> SavedKey:
+    if isinstance(entry, BytesEntry):
+        return SavedKey(key, None, None, nbytes, 1)
+    return SavedKey(key, entry.size, entry.dtype, nbytes, len(entry.chunks))

@@ -1,0 +1,123 @@
+"""A save in the background, as the manager hands it out."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from dcp_storage.errors import portable
+from dcp_storage.options import SaveReport
+from dcp_storage.state_ranks import Ranks
+
+__all__ = ["Background", "PendingSave", "SaveHandle"]
+
+
+class SaveHandle(Protocol):
+    """What ``DCP.async_save`` returns."""
+
+    def result(self, timeout: float | None = None) -> SaveReport | None:
+        """Waits; the report, or raises what went wrong."""
+
+
+class PendingSave:
+    """One save under way. It counts as a step of the run only once it has committed.
+
+    Args:
+        step: which step.
+        url: its folder.
+        inner: the save.
+        then: called with the report once it has committed, in a thread of its own; None for nothing.
+
+    Attributes:
+        step: which step.
+        told: whether its outcome was handed to the caller.
+    """
+
+    def __init__(self, step: int, url: str, inner: SaveHandle, then: Callable[[SaveReport], None] | None) -> None:
+        self.step = step
+        self.told = False
+        self._url = url
+        self._inner = inner
+        self._then = then
+        self._report = SaveReport(url)
+        self._error: BaseException | None = None
+        atexit.register(self._show)
+        # Not a daemon: a program that ends now would otherwise leave steps that should have been deleted.
+        self._thread = threading.Thread(target=self._follow, name=f"save of step {step}", daemon=False)
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not, and what need not be kept is deleted."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Waits until the step is committed.
+
+        Raises:
+            CheckpointError: the save failed.
+        """
+        self.result()
+
+    def result(self) -> SaveReport:
+        """Waits until the step is committed; the report of the save.
+
+        Raises:
+            CheckpointError: the save failed.
+        """
+        self._thread.join()
+        self.told = True
+        atexit.unregister(self._show)
+        if self._error is not None:
+            raise self._error
+        return self._report
+
+    def _follow(self) -> None:
+        try:
+            self._report = self._inner.result() or self._report
+            if self._then is not None:
+                self._then(self._report)
+        except Exception as error:  # noqa: BLE001 - raised in the caller's thread by result()
+            self._error = portable(error, "async_save", path=self._url)
+        except BaseException as error:  # noqa: BLE001 - likewise, an interrupt as it is
+            self._error = error
+
+    def _show(self) -> None:
+        """At the interpreter's end: an error that nobody has asked for."""
+        if self._error is not None:
+            sys.excepthook(type(self._error), self._error, self._error.__traceback__)
+
+
+class Background:
+    """The save that a manager has under way, if any."""
+
+    def __init__(self) -> None:
+        self._pending: PendingSave | None = None
+
+    @property
+    def step(self) -> int | None:
+        """The step that is being saved; None where none is."""
+        return None if self._pending is None or self._pending.done else self._pending.step
+
+    def begin(self, pending: PendingSave) -> PendingSave:
+        """Notes a save that has begun."""
+        self._pending = pending
+        return pending
+
+    def finish(self) -> None:
+        """Waits for it.
+
+        Raises:
+            CheckpointError: it failed, and its handle has not said so yet.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None and not pending.told:
+            pending.wait()
+
+    def hear(self, ranks: Ranks) -> None:
+        """The same, but only where it has ended on all ranks."""
+        if self._pending is not None and all(ranks.gather(self._pending.done)):
+            self.finish()

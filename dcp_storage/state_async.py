@@ -1,0 +1,226 @@
+"""Saves that go on behind the training: handles, how many are in flight, whom their errors reach."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from dcp_storage.errors import CheckpointError
+from dcp_storage.options import SaveReport
+from dcp_storage.state_ranks import Ranks
+from dcp_storage.state_save import Leaf
+from dcp_storage.state_staging import Buffers
+
+__all__ = ["AsyncSave", "IfBusy", "Savers"]
+
+IfBusy = Literal["wait", "skip"]
+"""What to do where as many saves are in flight as may be: wait for the oldest, or leave this save out."""
+
+Write = Callable[[Ranks, list[Leaf]], SaveReport]
+
+
+class AsyncSave:
+    """A save that goes on behind the training.
+
+    Attributes:
+        path: where it goes.
+        skipped: whether it was left out, as another one was still going on.
+    """
+
+    def __init__(self, path: str | None, *, skipped: bool = False) -> None:
+        self.path = path
+        self.skipped = skipped
+        self._ended = threading.Event()
+        self._report: SaveReport | None = None
+        self._error: BaseException | None = None
+        self._told = False
+        if skipped:
+            self._ended.set()
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._ended.is_set()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits until the checkpoint is committed.
+
+        Args:
+            timeout: seconds to wait at most; None waits for as long as it takes.
+
+        Raises:
+            TimeoutError: it is still going on.
+            CheckpointError: the save failed.
+        """
+        if not self._ended.wait(timeout):
+            raise TimeoutError(f"The save to {self.path} is still going on after {timeout} s.")
+        self._told = True
+        if self._error is not None:
+            raise self._error
+
+    def result(self, timeout: float | None = None) -> SaveReport | None:
+        """Waits as :meth:`wait` does, and raises the same.
+
+        Returns:
+            The report of the save; None where it was left out.
+        """
+        self.wait(timeout)
+        return self._report
+
+    def _end(self, report: SaveReport | None, error: BaseException | None) -> None:
+        self._report, self._error = report, error
+        self._ended.set()
+
+    def _untold(self) -> BaseException | None:
+        """The error that nobody has seen yet; from now on somebody has."""
+        if not self.done or self._told:
+            return None
+        self._told = True
+        return self._error
+
+
+@dataclass
+class _Slot:
+    """What one save in flight has for itself."""
+
+    ranks: Ranks
+    buffers: Buffers = field(default_factory=Buffers)
+    handle: AsyncSave | None = None
+    turn: int = 0
+
+
+class _Saver:
+    """The saves of one process group."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._control = self._own_ranks()
+        self._slots: list[_Slot] = []
+        self._turn = 0
+
+    def _own_ranks(self) -> Ranks:
+        """The same ranks with a gloo group of their own: no collective of ours meets one of the training's."""
+        ranks = self._ranks
+        if ranks.alone:
+            return ranks
+        members = dist.get_process_group_ranks(ranks.group or dist.group.WORLD)
+        group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        return Ranks(ranks.rank, ranks.world, group, False)
+
+    def handles(self) -> Iterator[AsyncSave]:
+        return (slot.handle for slot in self._slots if slot.handle is not None)
+
+    def save(
+        self, path: str | None, collect: Callable[[], list[Leaf]], write: Write, max_in_flight: int, if_busy: IfBusy
+    ) -> AsyncSave:
+        for handle in self.handles():
+            error = handle._untold()
+            if error is not None:
+                raise error
+        while len(self._slots) < max_in_flight:
+            self._slots.append(_Slot(self._own_ranks()))
+        slot = min(self._slots[:max_in_flight], key=lambda slot: slot.turn)  # the oldest, the same on every rank
+        if if_busy == "skip" and self._busy(slot):
+            return AsyncSave(path, skipped=True)
+        if slot.handle is not None:
+            slot.handle._ended.wait()
+            error = slot.handle._untold()
+            if error is not None:
+                raise error
+        self._turn += 1
+        slot.turn = self._turn
+        handle = slot.handle = AsyncSave(path)
+        leaves: list[Leaf] = []
+        failure: BaseException | None = None
+        try:
+            found = collect()
+            copies = slot.buffers.stage((leaf.key, leaf.value) for leaf in found)
+            leaves = [Leaf(leaf.path, copy, leaf.kind) for leaf, copy in zip(found, copies, strict=True)]
+        except BaseException as error:
+            failure = error
+            handle._told = True  # the caller gets it at once; the thread tells the other ranks
+            raise
+        finally:
+            threading.Thread(
+                target=_run, args=(handle, slot.ranks, leaves, failure, write), name="dcp_storage-save", daemon=True
+            ).start()
+        return handle
+
+    def _busy(self, slot: _Slot) -> bool:
+        """Whether the slot is taken on any rank: all have to come to the same answer."""
+        busy = torch.tensor([slot.handle is not None and not slot.handle.done], dtype=torch.uint8)
+        if not self._control.alone:
+            dist.all_reduce(busy, op=dist.ReduceOp.MAX, group=self._control.group)
+        return bool(busy.item())
+
+
+def _run(handle: AsyncSave, ranks: Ranks, leaves: list[Leaf], failure: BaseException | None, write: Write) -> None:
+    try:
+
+        def mine() -> None:
+            if failure is not None:
+                raise failure
+
+        ranks.agree("Collecting the state", handle.path, mine)
+        handle._end(write(ranks, leaves), None)
+    except BaseException as error:  # noqa: BLE001 - kept for the caller, who gets it at wait or at the next save
+        handle._end(None, error)
+
+
+class Savers:
+    """All asynchronous saves of this process: who they are, and that none is lost when the interpreter ends.
+
+    There is one object of it in a process, since the interpreter's end is one for all.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._savers: dict[Any, _Saver] = {}
+        self._pid: int | None = None
+
+    def saver(self, ranks: Ranks) -> _Saver:
+        """The saver of a process group; on its first use all ranks of the group come here together."""
+        with self._lock:
+            if self._pid != os.getpid():  # the threads of a parent are not here
+                self._savers, self._pid = {}, os.getpid()
+                _at_exit(self.finish)
+            key: Any = None if ranks.alone else (dist.group.WORLD, ranks.group)
+            gone = [k for k in self._savers if k is not None and k[0] is not dist.group.WORLD]
+            for old in gone:  # of a default group that was destroyed
+                if all(handle.done for handle in self._savers[old].handles()):
+                    del self._savers[old]
+            if key not in self._savers:
+                self._savers[key] = _Saver(ranks)
+            return self._savers[key]
+
+    def finish(self) -> None:
+        """Waits for all saves, and shows the errors that nobody has asked for; at the interpreter's end."""
+        if self._pid != os.getpid():
+            return
+        for saver in self._savers.values():
+            for handle in saver.handles():
+                handle._ended.wait()
+                error = handle._untold()
+                if error is not None:
+                    sys.excepthook(type(error), error, error.__traceback__)
+                    lost = f"The asynchronous save to {handle.path} failed, and the program ended without asking."
+                    sys.stderr.write(f"dcp_storage: {lost}\n")
+
+
+def _at_exit(call: Callable[[], None]) -> None:
+    """Calls it when the main thread has ended, while threads can still be started.
+
+    ``atexit`` comes too late for that: executors take no work by then, and a save needs some. Handlers registered
+    here run last first, so this one before that of ``concurrent.futures``, which was imported earlier.
+    """
+    register = getattr(threading, "_register_atexit", None)
+    if register is None:
+        raise CheckpointError("This Python cannot wait for saves at its end.", kind="unsupported")
+    register(call)

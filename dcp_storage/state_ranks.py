@@ -1,0 +1,138 @@
+"""The ranks of one call: what they tell each other, and how the failure of one becomes the same error on all."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
+
+from dcp_storage.errors import CheckpointError, portable
+
+__all__ = ["Ranks", "joined_failure", "unwrapped"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Those who make a call together.
+
+    Attributes:
+        rank: this one's number in the group.
+        world: how many there are.
+        group: their process group; None is the default group.
+        alone: whether this process saves or loads by itself, without any group.
+    """
+
+    rank: int
+    world: int
+    group: dist.ProcessGroup | None
+    alone: bool
+
+    @classmethod
+    def of(cls, process_group: dist.ProcessGroup | None, no_dist: bool) -> Ranks:
+        """The ranks of a group; this process alone with ``no_dist`` or where there is no process group.
+
+        Raises:
+            ValueError: this process is not in the group, or a group was given with ``no_dist``.
+        """
+        if no_dist and process_group is not None:
+            raise ValueError("process_group and no_dist=True exclude each other.")
+        if no_dist or not dist.is_available() or not dist.is_initialized():
+            return cls(0, 1, None, True)
+        rank = dist.get_rank(process_group)
+        if rank < 0:
+            raise ValueError("This rank is not in process_group: only its members make this call.")
+        return cls(rank, dist.get_world_size(process_group), process_group, False)
+
+    def gather(self, value: T) -> list[T]:
+        """What every rank says, by rank."""
+        if self.alone:
+            return [value]
+        told: list[Any] = [None] * self.world
+        dist.all_gather_object(told, value, group=self.group)
+        return told
+
+    def agree(
+        self, doing: str, path: str | None, call: Callable[[], T], *, plain: tuple[type[Exception], ...] = ()
+    ) -> list[T]:
+        """Calls something on every rank, and tells every rank what came out.
+
+        Args:
+            doing: what it is, for errors.
+            path: the checkpoint, for errors.
+            call: what this rank does.
+            plain: exactly these exceptions, of wrong use, are raised as they are on the rank that met them.
+
+        Raises:
+            CheckpointError: it failed on some rank; the same call raises on all.
+            KeyboardInterrupt: some rank was interrupted.
+        """
+        failure: BaseException | None = None
+        original: BaseException | None = None
+        outcome: T | None = None
+        try:
+            outcome = call()
+        except Exception as error:  # noqa: BLE001 - raised again below, on every rank
+            failure = portable(error, doing, path=path)
+            original = error
+        except (KeyboardInterrupt, SystemExit) as error:
+            failure = error
+        told = self.gather((failure, outcome))
+        failures = {rank: failed for rank, (failed, _) in enumerate(told) if failed is not None}
+        if not failures:
+            return [said for _, said in told]  # type: ignore[misc]  # no failure: every outcome is there
+        if failure is not None:
+            failures[self.rank] = failure  # the original, with its cause
+            if original is not None and type(original) in plain:
+                raise original
+        raise joined_failure(failures, self.rank, doing, path)
+
+
+def joined_failure(failures: Mapping[int, BaseException], rank: int, doing: str, path: str | None) -> BaseException:
+    """The one error that stands for what happened on all ranks: this rank's own, else that of the lowest.
+
+    An interrupt stays what it is, and wins: every rank is to stop.
+
+    Args:
+        failures: rank → what it raised.
+        rank: this rank.
+        doing: what was being done.
+        path: the checkpoint.
+
+    Returns:
+        A CheckpointError with ``rank`` and ``failures``; or a KeyboardInterrupt or SystemExit.
+    """
+    for error in failures.values():
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            return error
+    ours: dict[int, CheckpointError] = {}
+    for number in sorted(failures):
+        ours[number] = portable(failures[number], doing, path=path)
+        ours[number].rank = number
+    chosen = ours[rank] if rank in ours else ours[min(ours)]
+    chosen.failures = ours
+    return chosen
+
+
+@contextlib.contextmanager
+def unwrapped(ranks: Ranks, doing: str, path: str | None) -> Iterator[None]:
+    """What torch wraps in its own CheckpointException comes out as the error itself; any other error as one of ours.
+
+    Raises:
+        CheckpointError: for everything but interrupts.
+    """
+    try:
+        yield
+    except CheckpointException as error:
+        raised = joined_failure({n: pair[0] for n, pair in error.failures.items()}, ranks.rank, doing, path)
+        raise raised from (raised.__cause__ or error)
+    except Exception as error:
+        raised = joined_failure({ranks.rank: error}, ranks.rank, doing, path)
+        if raised is error:
+            raise
+        raise raised from error

@@ -1,0 +1,199 @@
+"""Saving a whole state: what is shared, what every rank keeps for itself, and one save of all of it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
+from torch.distributed.checkpoint.storage import StorageWriter
+from torch.distributed.tensor import DTensor
+
+from dcp_storage.errors import CheckpointError, portable
+from dcp_storage.options import SaveReport
+from dcp_storage.per_rank import PREFIX, WORLD_KEY
+from dcp_storage.state_digest import digest_of
+from dcp_storage.state_models import ModulePart, OptimizerPart
+from dcp_storage.state_process import save_in_process
+from dcp_storage.state_ranks import Ranks, unwrapped
+from dcp_storage.state_tree import Path, key_of, rebuild
+from dcp_storage.state_values import RngPart
+from dcp_storage.state_walk import parts_of
+
+__all__ = ["Differing", "Leaf", "collect", "save_leaves"]
+
+Differing = Literal["warn", "error"]
+"""What a plain value that differs between ranks leads to, besides being kept for every rank."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One value to save.
+
+    Attributes:
+        path: where it is, as torch keeps it; the dotted path is its key.
+        value: a tensor or an object.
+        kind: ``"shared"`` is one value for all ranks, or the ranks' parts of it; ``"own"`` is every rank's own;
+            ``"plain"`` should be the same on all ranks, which is looked at.
+    """
+
+    path: Path
+    value: Any
+    kind: Literal["shared", "own", "plain"]
+
+    @property
+    def key(self) -> str:
+        """Its key on the store, before that of a rank's own is made of it."""
+        return key_of(self.path)
+
+
+def collect(state: MutableMapping[str, Any]) -> list[Leaf]:
+    """All values of a state, the random generators' last: asking a loader for its state may have moved them.
+
+    Raises:
+        CheckpointError: two values have the same key.
+        TypeError, ValueError: see :func:`~dcp_storage.state_walk.parts_of`.
+    """
+    leaves: dict[str, Leaf] = {}
+    for part in parts_of(state):
+        kind: Literal["shared", "own", "plain"] = "plain"
+        if part.own is not None or isinstance(part, RngPart):
+            kind = "own"
+        elif isinstance(part, (ModulePart, OptimizerPart)):
+            kind = "shared"
+        try:
+            found = part.leaves()
+        except Exception as error:
+            raise portable(error, "Asking for the state", key=part.key) from error
+        for path, value in found:
+            leaf = Leaf((part.key, *path), value, kind)
+            if kind == "plain" and _is_placed(value):
+                leaf = replace(leaf, kind="shared")
+            if leaf.key in leaves:
+                raise CheckpointError(f"Two values have the key {leaf.key!r}.", key=leaf.key, kind="planner")
+            leaves[leaf.key] = leaf
+    return list(leaves.values())
+
+
+def _is_placed(value: Any) -> bool:
+    """Whether a tensor says itself where its parts are, or is on a device: then ranks are not compared."""
+    return isinstance(value, (DTensor, ShardedTensor)) or (
+        isinstance(value, torch.Tensor) and value.device.type != "cpu"
+    )
+
+
+class _Planner(DefaultSavePlanner):
+    """torch's planner for values that are flat already; it keeps where each one was, as for nested ones."""
+
+    def __init__(self, paths: dict[str, Path]) -> None:
+        super().__init__()
+        self.paths = paths
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        self.flatten_state_dict = False
+        # Goes through all values again, and would lose the empty dicts: only where it has something to do.
+        self.flatten_sharded_tensors = any(isinstance(value, ShardedTensor) for value in state_dict.values())
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        self.flatten_state_dict = True
+        self.mappings = {key: self.paths.get(key, (key,)) for key in self.state_dict}
+
+
+def save_leaves(
+    ranks: Ranks,
+    leaves: Sequence[Leaf],
+    writer: StorageWriter,
+    planner: SavePlanner | None,
+    differing: Differing,
+    *,
+    in_process: bool = False,
+) -> SaveReport:
+    """Saves what :func:`collect` gave, on all ranks together.
+
+    Args:
+        ranks: who saves.
+        leaves: this rank's values.
+        writer: pointed to the checkpoint already.
+        planner: the user's; it is given nested values, as by ``dcp.save``.
+        differing: what a plain value that differs between ranks leads to.
+        in_process: whether another process is to write.
+
+    Raises:
+        CheckpointError: of kind ``"differs"`` if that is an error; else see the writer.
+    """
+    path = getattr(writer, "checkpoint_id", None)
+    path = None if path is None else str(path)
+    named, different = _divide(ranks, leaves, path)
+    sentence = None
+    if different:
+        shown = ", ".join(map(repr, different[:20])) + (
+            f" and {len(different) - 20} more" if len(different) > 20 else ""
+        )
+        sentence = (
+            f"These plain values differ between ranks: {shown}. Each rank's own is kept; say so by PerRank(...), or "
+            "make them the same."
+        )
+        if differing == "error":
+            raise CheckpointError(sentence, path=path, key=different[0], kind="differs")
+        # Before the save, and agreed upon: where warnings are errors, nothing is saved.
+        text = sentence
+        ranks.agree("Warning", path, lambda: warnings.warn(text, stacklevel=6) if ranks.rank == 0 else None)
+    if planner is None:
+        planner = _Planner({key_of(path): path for path, _ in named})
+        flat: Any = {key_of(path): value for path, value in named}
+    else:
+        flat = rebuild(named) or {}
+    if in_process:
+        written = save_in_process(ranks, flat, writer, planner, path)
+    else:
+        with unwrapped(ranks, "Saving", path):
+            _save_state_dict(flat, writer, ranks.group, 0, ranks.alone, planner)
+        written = getattr(writer, "report", None)
+    report = written if isinstance(written, SaveReport) else SaveReport(path or "")
+    if sentence is not None:
+        report.warnings = [*report.warnings, sentence]
+    return report
+
+
+def _divide(ranks: Ranks, leaves: Sequence[Leaf], path: str | None) -> tuple[list[tuple[Path, Any]], list[str]]:
+    """The values under the names that they get on the store, and the keys that differ between ranks."""
+    digests: dict[str, tuple[bool, bytes]] = {}
+
+    def compare() -> bytes:
+        digests.update(_digests(ranks, leaves))
+        return digest_of(digests)
+
+    different: set[str] = set()
+    if len(set(ranks.agree("Comparing the ranks", path, compare))) > 1:
+        tables = ranks.gather(digests)
+        for key in set().union(*tables):
+            seen = {table[key] for table in tables if key in table}
+            # A tensor that only some have stays under its name, as the stages of a pipeline have theirs.
+            everywhere = all(key in table for table in tables) or any(is_tensor for is_tensor, _ in seen)
+            if len(seen) > 1 or not everywhere:
+                different.add(key)
+    named: list[tuple[Path, Any]] = []
+    for leaf in leaves:
+        own = leaf.kind == "own" or leaf.key in different
+        named.append(((PREFIX, str(ranks.rank), *leaf.path) if own else leaf.path, leaf.value))
+    if different or any(leaf.kind == "own" for leaf in leaves):
+        named.append(((PREFIX, WORLD_KEY.partition(".")[2]), torch.zeros(ranks.world, dtype=torch.uint8)))
+    return named, sorted(different)
+
+
+def _digests(ranks: Ranks, leaves: Sequence[Leaf]) -> dict[str, tuple[bool, bytes]]:
+    if ranks.world == 1:
+        return {}
+    return {
+        leaf.key: (isinstance(leaf.value, torch.Tensor), digest_of(leaf.value, key=leaf.key))
+        for leaf in leaves
+        if leaf.kind == "plain"
+    }

@@ -1,0 +1,100 @@
+"""Nested values as flat keys and back, by the rules of torch's own planner (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["Path", "flatten", "is_container", "key_of", "rebuild", "set_at"]
+
+Path = tuple[Any, ...]
+"""Where a value is: dict keys as they are, and places in lists."""
+
+
+def key_of(path: Path) -> str:
+    """The flat key, as torch spells it: parts joined by dots."""
+    return ".".join(map(str, path))
+
+
+def is_container(value: Any, is_leaf: Callable[[Any], bool]) -> bool:
+    """Whether a value is looked into: a filled dict, or a list that holds a tensor, a dict or such a list.
+
+    Args:
+        value: any value.
+        is_leaf: whether a value is taken as a whole although it might be a container, e.g. a live object.
+    """
+    if is_leaf(value):
+        return False
+    if isinstance(value, Mapping):
+        return bool(value)
+    return isinstance(value, list) and any(_counts(part, is_leaf) for part in value)
+
+
+def _counts(part: Any, is_leaf: Callable[[Any], bool]) -> bool:
+    return isinstance(part, (torch.Tensor, Mapping)) or is_leaf(part) or is_container(part, is_leaf)
+
+
+def flatten(
+    value: Any, is_leaf: Callable[[Any], bool] = lambda _: False, path: Path = (), text: Path = ()
+) -> Iterator[tuple[Path, Path, Any]]:
+    """Every leaf: its path, its path as torch keeps it, and its value.
+
+    An empty dict or list is a leaf, so that it comes back; a tuple is one, too, as for torch.
+
+    Args:
+        value: what to take apart.
+        is_leaf: see :func:`is_container`.
+        path: put before every path.
+        text: the same as torch keeps it.
+    """
+    if not is_container(value, is_leaf):
+        yield path, text, value
+    elif isinstance(value, Mapping):
+        for name, part in value.items():
+            yield from flatten(part, is_leaf, (*path, name), (*text, str(name)))
+    else:
+        for at, part in enumerate(value):
+            yield from flatten(part, is_leaf, (*path, at), (*text, at))
+
+
+def rebuild(items: Iterable[tuple[Path, Any]]) -> Any:
+    """The nested value of what :func:`flatten` gave; dicts and lists are new ones.
+
+    Args:
+        items: paths with values. An empty path is the whole value.
+    """
+    root: Any = None
+    for path, value in items:
+        if not path:
+            root = value
+            continue
+        if root is None:
+            root = _new_for(path[0])
+        inner = root
+        for at, part in enumerate(path):
+            last = at + 1 == len(path)
+            if isinstance(inner, list):
+                inner.extend([None] * (part + 1 - len(inner)))
+                if last or inner[part] is None:
+                    inner[part] = value if last else _new_for(path[at + 1])
+                inner = inner[part]
+            elif last:
+                inner[part] = value
+            else:
+                inner = inner.setdefault(part, _new_for(path[at + 1]))
+    return root
+
+
+def _new_for(part: Any) -> Any:
+    return [] if type(part) is int else {}
+
+
+def set_at(root: Any, path: Path, value: Any) -> None:
+    """Puts a value into a container that is there, in place; ``path`` is not empty."""
+    inner = root
+    for part in path[:-1]:
+        inner = inner[part]
+    if inner[path[-1]] is not value:
+        inner[path[-1]] = value

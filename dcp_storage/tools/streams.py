@@ -1,0 +1,240 @@
+"""The bytes of a committed file as they go by in parts, held against every CRC-32 that the manifest has of them.
+
+A file is a row of *cells*: each item's head, the blocks of its payload, its tail, and what lies between items. It is
+read in *parts*, whose borders fall on borders of cells wherever a cell is not larger than a part, so that a part can
+be judged alone, and asked for once more before anybody believes that it is damaged. The CRC-32s of items and of the
+file are then put together from those of the cells.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from dcp_storage.crc import combine_all, crc32
+from dcp_storage.records import FileRecord, ItemRecord, Manifest
+from dcp_storage.store import Store
+
+__all__ = ["Cell", "Damage", "FileSums", "Layout", "Part", "layouts", "read_part"]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A run of bytes of a file.
+
+    Attributes:
+        start: its first byte.
+        stop: one past its last.
+        crc32: what was committed; None where only the item's or the file's sum covers it.
+        item: whose bytes they are; None between items.
+    """
+
+    start: int
+    stop: int
+    crc32: int | None
+    item: ItemRecord | None
+
+
+@dataclass(frozen=True)
+class Damage:
+    """Bytes that are not those that were committed.
+
+    Attributes:
+        what: ``"block"``; ``"item"``, of one without blocks; ``"frame"``: what ``torch.save`` puts around the blocks of
+            an item; ``"file"``: what lies between items.
+        start: the first byte in the file.
+        stop: one past the last.
+        key: the state-dict key, None for a file.
+        wanted: the CRC-32 that was committed.
+        found: the CRC-32 of what is there.
+    """
+
+    what: str
+    start: int
+    stop: int
+    key: str | None
+    wanted: int
+    found: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """A run of bytes that is read in one request."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.stop - self.start
+
+
+@dataclass
+class Layout:
+    """A file and its cells.
+
+    Attributes:
+        record: the file.
+        cells: in order, without gaps.
+        items: the file's items, in the order of their places.
+    """
+
+    record: FileRecord
+    cells: list[Cell]
+    items: list[ItemRecord]
+    _borders: list[int] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._borders = [cell.stop for cell in self.cells]
+
+    def parts(self, size: int, least: int = 1) -> Iterator[Part]:
+        """The file cut into parts of at most ``size`` bytes and (but the last) at least ``least``."""
+        start = 0
+        while start < self.record.size:
+            stop = min(start + size, self.record.size)
+            if stop < self.record.size:
+                place = bisect.bisect_right(self._borders, stop) - 1
+                border = self._borders[place] if place >= 0 else 0
+                # Not too short: a file of many large cells would otherwise be read in crumbs.
+                if border - start >= max(size // 2, least):
+                    stop = border
+            yield Part(start, stop)
+            start = stop
+
+    def between(self, start: int, stop: int) -> Iterator[Cell]:
+        """The cells that have bytes in ``[start, stop)``."""
+        place = bisect.bisect_right(self._borders, start)
+        while place < len(self.cells) and self.cells[place].start < stop:
+            yield self.cells[place]
+            place += 1
+
+
+def layouts(manifest: Manifest) -> list[Layout]:
+    """The layout of every file, in the manifest's order."""
+    items: list[list[ItemRecord]] = [[] for _ in manifest.files]
+    for item in manifest.items:
+        items[item.file].append(item)
+    out = []
+    for record, found in zip(manifest.files, items, strict=True):
+        found.sort(key=lambda i: (i.offset, i.offset + i.length))
+        out.append(Layout(record, list(_cells(record.size, found)), found))
+    return out
+
+
+def _cells(size: int, items: Sequence[ItemRecord]) -> Iterator[Cell]:
+    at = 0
+    for item in items:
+        if item.offset > at:
+            yield Cell(at, item.offset, None, None)
+        for cell in _cells_of(item):
+            if cell.stop > cell.start:
+                yield cell
+        at = item.offset + item.length
+    if at < size:
+        yield Cell(at, size, None, None)
+
+
+def _cells_of(item: ItemRecord) -> Iterator[Cell]:
+    if not item.blocks:
+        yield Cell(item.offset, item.offset + item.length, item.crc32, item)
+        return
+    first = item.offset + item.payload_offset
+    last = first + item.payload_length
+    yield Cell(item.offset, first, None, item)
+    for number, crc in enumerate(item.blocks):
+        start = first + number * item.block
+        yield Cell(start, min(start + item.block, last), crc, item)
+    yield Cell(last, item.offset + item.length, None, item)
+
+
+class FileSums:
+    """Gathers the CRC-32s of a file's parts, in any order, and says what is damaged when all are there.
+
+    Args:
+        layout: the file.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self._pieces: dict[int, list[tuple[int, int]]] = {}  # part's start → (CRC-32, bytes) of each cell's share
+
+    def look(self, part: Part, data: memoryview) -> bool:
+        """Checksums a part; whether every cell that lies in it whole is as committed. A later look replaces this."""
+        pieces, right = [], True
+        for cell in self.layout.between(part.start, part.stop):
+            start, stop = max(cell.start, part.start), min(cell.stop, part.stop)
+            crc = crc32(data[start - part.start : stop - part.start])
+            pieces.append((crc, stop - start))
+            if cell.crc32 is not None and (start, stop) == (cell.start, cell.stop):
+                right = right and crc == cell.crc32
+        self._pieces[part.start] = pieces
+        return right
+
+    def crc32_of(self, part: Part) -> int:
+        """The CRC-32 of a part that was looked at."""
+        return combine_all(self._pieces[part.start])
+
+    @property
+    def crc32(self) -> int:
+        """The CRC-32 of the whole file, all of whose parts were looked at."""
+        return combine_all([piece for start in sorted(self._pieces) for piece in self._pieces[start]])
+
+    def of_cells(self) -> list[tuple[int, int]]:
+        """CRC-32 and bytes of every cell of the layout, in order; all parts were looked at."""
+        pieces = iter([piece for start in sorted(self._pieces) for piece in self._pieces[start]])
+        sums = []
+        for cell in self.layout.cells:
+            shares, missing = [], cell.stop - cell.start
+            while missing:
+                piece = next(pieces)
+                shares.append(piece)
+                missing -= piece[1]
+            sums.append((combine_all(shares), cell.stop - cell.start))
+        return sums
+
+    def damages(self) -> list[Damage]:
+        """All that is not as committed."""
+        out: list[Damage] = []
+        sums = self.of_cells()
+        # Where a cell is known to be damaged its committed sum stands in for it, so that one damage hides no other.
+        whole: list[tuple[int, int]] = []
+        place = 0
+        while place < len(sums):
+            item = self.layout.cells[place].item
+            if item is None:
+                whole.append(sums[place])
+                place += 1
+                continue
+            as_committed: list[tuple[int, int]] = []
+            while place < len(sums) and self.layout.cells[place].item is item:
+                cell, (crc, size) = self.layout.cells[place], sums[place]
+                if cell.crc32 is not None and crc != cell.crc32:
+                    what = "block" if item.blocks else "item"
+                    out.append(Damage(what, cell.start, cell.stop, item.key, cell.crc32, crc))
+                as_committed.append((crc if cell.crc32 is None else cell.crc32, size))
+                place += 1
+            found = combine_all(as_committed)
+            if item.crc32 is not None and found != item.crc32:
+                out.append(Damage("frame", item.offset, item.offset + item.length, item.key, item.crc32, found))
+            whole.append((found if item.crc32 is None else item.crc32, item.length))
+        record = self.layout.record
+        if record.crc32 is not None and (found := combine_all(whole)) != record.crc32:
+            out.append(Damage("file", 0, record.size, None, record.crc32, found))
+        return out
+
+
+def read_part(store: Store, sums: FileSums, part: Part) -> memoryview:
+    """Reads a part and checksums it; where it is not as committed, once more: it may be the way that altered it.
+
+    Raises:
+        ObjectNotFoundError, ObjectTooShortError: as the store does.
+    """
+    data = memoryview(bytearray(part.size))
+    name = sums.layout.record.name
+    store.read_into(name, part.start, [data])
+    if not sums.look(part, data):
+        store.read_into(name, part.start, [data])
+        sums.look(part, data)
+    return data

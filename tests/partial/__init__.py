@@ -1,0 +1,1 @@
+"""Partial loads and listings: from real stores, in one process."""

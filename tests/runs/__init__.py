@@ -1,0 +1,1 @@
+"""The life of a run: its steps, retention, pins, the manager."""

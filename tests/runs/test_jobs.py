@@ -1,0 +1,113 @@
+"""Managers in several processes: jobs of several ranks, two managers on one run, and tools that are killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dcp_storage import CheckpointManager, delete, prune
+from dcp_storage.testing.ranks import RankFailure, RankPool
+from tests.runs.jobs import agree, race, save_together, state, swept
+from tests.servers.endpoint import S3Endpoint
+
+Place = tuple[str, dict[str, Any]]
+
+
+@pytest.fixture(params=["local", "s3"])
+def place(request: pytest.FixtureRequest, tmp_path: Path, bucket: Callable[[S3Endpoint], str]) -> Place:
+    """The root of a run, on disk and on S3."""
+    if request.param == "local":
+        return str(tmp_path / "run"), {}
+    server = request.getfixturevalue("moto")
+    return f"s3://{bucket(server)}/run", server.storage_options
+
+
+def fill(place: Place, *steps: int) -> CheckpointManager:
+    manager = CheckpointManager(place[0], storage_options=place[1])
+    for step in steps:
+        manager.save(step, state(step))
+    return manager
+
+
+def test_all_ranks_see_the_same(ranks: RankPool, tmp_path: Path) -> None:
+    """Three ranks save, save in the background, load, pin, prune and fail together; each sees what the others see."""
+    seen = ranks.run(save_together, 3, str(tmp_path / "run"), timeout=90)
+    assert seen[0] == {
+        "none": (None, []),
+        "steps": (3, [2, 3]),
+        "loaded": (1, [3.0] * 8, 3, 3),
+        "pins": [2],
+        "pruned": [2, 3],
+        "due": False,
+        "refused": "exists",
+        "late": "exists",
+        "after": 3,
+    }
+    assert seen == [seen[0]] * 3
+
+
+def test_the_coordinator_looks_and_the_others_are_told(ranks: RankPool, tmp_path: Path) -> None:
+    """Ranks that see other folders than the coordinator all act on what it sees, also on its errors."""
+    fill((str(tmp_path / "a"), {}), 1, 2)
+    fill((str(tmp_path / "b"), {}), 7)
+    assert ranks.run(agree, 2, str(tmp_path / "a"), str(tmp_path / "b")) == [[2, [1, 2], "not-found"]] * 2
+
+
+def test_two_managers_race_on_one_run(ranks: RankPool, place: Place) -> None:
+    """Two processes save the same steps, keep two each and prune: what is left is whole, by one that was told so."""
+    root, options = place
+    last = 2 if options else 6
+    won = ranks.run(race, 2, root, options, last, init=False, timeout=90)
+    assert last in won[0] + won[1]
+    manager = CheckpointManager(root, storage_options=options)
+    assert manager.latest() == last
+    steps = manager.steps()
+    for step in steps:
+        found: dict[str, Any] = {"weight": torch.zeros(64), "step": 0, "who": -1}
+        manager.load(found, step)
+        assert (found["weight"].tolist(), found["step"]) == ([float(step)] * 64, step)
+        assert step in won[found["who"]]
+
+
+@pytest.mark.parametrize("what", ["prune", "delete"])
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_a_killed_tool_is_finished_by_the_next_prune(ranks: RankPool, tmp_path: Path, what: str, nth: int) -> None:
+    """Killed by SIGKILL between its requests that remove something, a prune or a delete is finished by the next one."""
+    place: Place = (str(tmp_path / "run"), {})
+    fill(place, 1, 2)
+    for path in (tmp_path / "run" / "step-00000001").iterdir():
+        os.utime(path, (1_600_000_000, 1_600_000_000))
+    (failure,) = ranks.run(swept, 1, what, *place, nth, init=False, allow_failures=True)
+    assert isinstance(failure, RankFailure)
+    assert failure.signal == signal.SIGKILL
+    manager = CheckpointManager(place[0], keep_latest=1)
+    assert manager.latest() == 2
+    report = manager.prune(apply=True)
+    assert (report.ok, manager.steps()) == (True, [2])
+    left = {path.name for path in (tmp_path / "run" / "step-00000001").iterdir()}
+    assert {name for name in left if not name.startswith(".commit")} == set()
+
+
+def test_the_tools_work_on_s3(moto: S3Endpoint, bucket: Callable[[S3Endpoint], str]) -> None:
+    """On S3 a run is listed, pruned and deleted from as on a disk, and the bucket's own folder may be the run."""
+    name = bucket(moto)
+    options = moto.storage_options
+    manager = fill((f"s3://{name}", options), 1, 2, 3)
+    manager.pin(1)
+    report = prune(f"s3://{name}", keep_latest=1, apply=True, storage_options=options)
+    assert (report.ok, report.deleted, manager.steps()) == (True, [2], [1, 3])
+    delete(manager.path(3), storage_options=options)
+    assert manager.steps() == [1]
+    keys = [item["Key"] for item in moto.client.list_objects_v2(Bucket=name)["Contents"]]
+    assert sorted(key for key in keys if not key.startswith("step-00000001/")) == [
+        "step-00000002/.commit",
+        "step-00000002/.commit.2",
+        "step-00000003/.commit",
+        "step-00000003/.commit.2",
+    ]

@@ -1,0 +1,228 @@
+"""A rank that fails, dies, stops or never comes is named on all others, soon."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan
+
+from dcp_storage import CheckpointError, FsspecStorageReader, LoadOptions, StoreError
+from dcp_storage.exchange_rounds import meet
+from dcp_storage.store import Store
+from dcp_storage.testing.faulty import Fault, FaultyStore
+from dcp_storage.testing.ranks import RankFailure, RankPool
+from dcp_storage.wrappers import Request, RequestStore
+from tests.share import MIB, Loaded, recording, save_from, source
+
+SHAPES = {f"w{k}": (256, 1024) for k in range(12)}
+BAD = 2
+
+
+class Planner(DefaultLoadPlanner):
+    """Raises in one of its methods."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def _may_raise(self, where: str) -> None:
+        if where == self.where:
+            raise KeyError("the planner's own")
+
+    def create_local_plan(self) -> LoadPlan:
+        self._may_raise("create_local_plan")
+        return super().create_local_plan()
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        self._may_raise("finish_plan")
+        return super().finish_plan(new_plan)
+
+    def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+        self._may_raise("resolve_tensor")
+        target: torch.Tensor = super().resolve_tensor(read_item)
+        return target
+
+    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+        self._may_raise("commit_tensor")
+        super().commit_tensor(read_item, tensor)
+
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        self._may_raise("load_bytes")
+        super().load_bytes(read_item, value)
+
+
+class Stopping(RequestStore):
+    """Stops its own process for some seconds at the second read, as a machine that swaps or is paused does."""
+
+    def __init__(self, inner: Store, seconds: float) -> None:
+        super().__init__(inner)
+        self.seconds = seconds
+        self.reads = 0
+
+    def request(self, request: Request, call: Any) -> Any:
+        if request.operation == "read_into":
+            self.reads += 1
+            if self.reads == 2:
+                wake = f"sleep {self.seconds}; kill -CONT {os.getpid()}"
+                subprocess.Popen(["sh", "-c", wake])
+                os.kill(os.getpid(), signal.SIGSTOP)
+        return call()
+
+
+def load_with(rank: int, world: int, url: str, what: str, deadline: float) -> Loaded:
+    """A load that goes wrong on one rank; what each rank raised, and when."""
+    state: dict[str, Any] = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    state["note"] = None
+    options = LoadOptions(share_reads=True, deadline=deadline, attempts=1, max_concurrency=2, memory_budget=8 * MIB)
+    reader = FsspecStorageReader(url, options=options, process_group=dist.group.WORLD)
+    planner: DefaultLoadPlanner = DefaultLoadPlanner()
+    if rank == BAD:
+        faults = {"kill": Fault("read_into", nth=2, action="kill"), "store": Fault("read_into", nth=2)}
+        if what in faults:
+            recording(reader, lambda store: FaultyStore(store, [faults[what]]))
+        elif what == "stop":
+            recording(reader, lambda store: Stopping(store, 3 * deadline))
+        else:
+            planner = Planner(what)
+    begun = time.monotonic()
+    error: BaseException | None = None
+    try:
+        dcp.load(state, storage_reader=reader, planner=planner)
+    except (CheckpointException, RuntimeError) as raised:
+        error = raised
+    took = time.monotonic() - begun
+    wrong = [name for name, shape in SHAPES.items() if not torch.equal(state[name], source(name, shape))]
+    error = error if isinstance(error, CheckpointException) else None
+    return Loaded(wrong, 0, {}, error, reader.failure, took)
+
+
+@pytest.fixture
+def saved(tmp_path: Path, ranks: RankPool) -> str:
+    """A checkpoint that one rank has saved."""
+    ranks.run(save_from, 1, str(tmp_path / "one"), SHAPES, ((), ()))
+    return str(tmp_path / "one")
+
+
+def is_named(found: Loaded, rank: int = BAD) -> bool:
+    failure = found.failure
+    return (
+        failure is not None and failure.kind == "peer" and f"rank {rank} " in str(failure) and "\n" not in str(failure)
+    )
+
+
+def test_a_rank_whose_store_fails(ranks: RankPool, saved: str) -> None:
+    """Its own error on that rank; on all others a CheckpointError that names it; and the group can be used again."""
+    found = ranks.run(load_with, 4, saved, "store", 20.0, timeout=60)
+    for rank, each in enumerate(found):
+        assert isinstance(each.error, CheckpointException)
+        assert sorted(each.error.failures) == [0, 1, 2, 3]
+        assert isinstance(each.error.failures[BAD][0], StoreError)
+        assert rank == BAD or is_named(each), each.failure
+        assert each.seconds < 10
+
+
+@pytest.mark.parametrize("where", ["resolve_tensor", "commit_tensor", "load_bytes"])
+def test_a_rank_whose_planner_fails(ranks: RankPool, saved: str, where: str) -> None:
+    """A planner that raises before or in the exchange: its error on that rank, its name on all others."""
+    found = ranks.run(load_with, 4, saved, where, 20.0, timeout=60)
+    for rank, each in enumerate(found):
+        assert isinstance(each.error, CheckpointException)
+        assert "the planner's own" in str(each.error.failures[BAD][0])
+        assert rank == BAD or is_named(each), each.failure
+        assert each.seconds < 10
+
+
+def test_a_planner_that_fails_between_the_hooks(ranks: RankPool, saved: str) -> None:
+    """Where no hook hears of it, the others wait for the deadline, and name the rank that did not come."""
+    found = ranks.run(load_with, 4, saved, "finish_plan", 2.0, timeout=60)
+    for rank, each in enumerate(found):
+        assert isinstance(each.error, CheckpointException)
+        assert isinstance(each.error.failures[BAD][0], KeyError)
+        assert rank == BAD or is_named(each), each.failure
+        assert each.seconds < 15
+
+
+def test_a_rank_that_is_killed(ranks: RankPool, saved: str) -> None:
+    """Kill -9 in the middle of the exchange: every survivor has an error that names the rank, in seconds."""
+    found = ranks.run(load_with, 4, saved, "kill", 30.0, timeout=60, allow_failures=True)
+    assert isinstance(found[BAD], RankFailure)
+    assert found[BAD].signal == signal.SIGKILL
+    for rank in (0, 1, 3):
+        assert is_named(found[rank]), found[rank]
+        assert found[rank].seconds < 15
+
+
+@pytest.mark.slow
+def test_a_rank_that_stops(ranks: RankPool, saved: str) -> None:
+    """A rank that gives no sign of life for the deadline is named by all others, and itself fails when it wakes."""
+    found = ranks.run(load_with, 4, saved, "stop", 3.0, timeout=60)
+    for rank, each in enumerate(found):
+        assert each.failure is not None
+        assert rank == BAD or is_named(each), each.failure
+
+
+def absent(rank: int, world: int, url: str) -> str:
+    if rank == BAD:
+        time.sleep(4.0)
+        return ""
+    reader = FsspecStorageReader(
+        url, options=LoadOptions(share_reads=True, deadline=1.0), process_group=dist.group.WORLD
+    )
+    metadata = reader.read_metadata()
+    with pytest.raises(CheckpointError) as caught:
+        reader.set_up_storage_reader(metadata, rank == 0)
+    assert caught.value.kind == "peer"
+    return str(caught.value)
+
+
+def test_a_rank_that_never_comes(ranks: RankPool, saved: str) -> None:
+    """The others have its name after the deadline, at the first hook that may raise."""
+    said = ranks.run(absent, 4, saved, timeout=40)
+    assert all(f"rank {BAD} " in text for rank, text in enumerate(said) if rank != BAD), said
+
+
+def late(rank: int, world: int) -> list[Any]:
+    if rank == 1:
+        time.sleep(0.5)
+    group = dist.group.WORLD
+    assert group is not None
+    first = meet(group, path="here", deadline=20.0, mine=rank)
+    second = meet(group, path="here", deadline=20.0, mine=-rank)
+    return [first.token, first.said, second.token, second.said, second.round("x", rank * 10)]
+
+
+def test_ranks_meet_again_and_again(ranks: RankPool) -> None:
+    """Each meeting has one name for all, unlike the last one's, and everybody hears what everybody says."""
+    found = ranks.run(late, 3)
+    assert found[0] == found[1] == found[2]
+    first, said, second, again, ten = found[0]
+    assert first != second
+    assert (said, again, ten) == ((0, 1, 2), (0, -1, -2), [0, 10, 20])
+
+
+def retried(rank: int, world: int) -> str:
+    """Rank 1 misses the first meeting; all come to the second."""
+    group = dist.group.WORLD
+    assert group is not None
+    if rank != 1:
+        with pytest.raises(CheckpointError, match="rank 1 "):
+            meet(group, path="here", deadline=0.5)
+    else:
+        time.sleep(1.5)
+    return meet(group, path="here", deadline=20.0).token
+
+
+def test_a_meeting_that_failed_does_not_disturb_the_next(ranks: RankPool) -> None:
+    """What a rank said to a meeting that came to nothing is not taken for the next one."""
+    found = ranks.run(retried, 3)
+    assert len(set(found)) == 1
