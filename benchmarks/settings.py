@@ -100,6 +100,7 @@ def s3_concurrency(scale: Scale) -> list[Figure]:
 
 def gcs_shaped(scale: Scale) -> list[Figure]:
     """GCS behind the same link, the strict server of the tests (one Python process: it is part of each figure)."""
+    os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # else gcsfs asks an emulator for gRPC first
     with serving("gcs", "bench") as (gcs, pid), shaped(gcs, LINK) as url:
         return interleaved(_both(("ours", "torch Fsspec"), scale.shaped, _in_bucket("gs"), url), scale.rounds, pid=pid)
 

@@ -17,7 +17,7 @@ import torch
 from dcp_storage.crc import block_sums, combine_all
 from dcp_storage.errors import CheckpointError
 from dcp_storage.records import block_size
-from dcp_storage.sealing import can_seal, seal, write_unsummed
+from dcp_storage.sealing import alignment, can_seal, seal, write_unsummed
 from dcp_storage.store import Buffers, total
 
 __all__ = ["Encoded", "bytes_of", "contiguous_stride", "dtype_named", "encode", "encode_object", "name_of_dtype"]
@@ -245,7 +245,7 @@ def _fill_sealed(out: Encoded, tensor: torch.Tensor, memory: memoryview) -> None
     """Makes the item with one run over the tensor's memory, which gives its blocks' sums too."""
     length = memory.nbytes
     if length <= _SMALL:
-        before, after = _frame(tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
+        before, after = _frame(tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), alignment())
     else:
         before, after = _unsummed(tensor, memory)
     block = block_size(length)
@@ -268,8 +268,11 @@ def _unsummed(tensor: torch.Tensor, memory: memoryview) -> tuple[bytes, bytes]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _frame(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[bytes, bytes]:
-    """What surrounds the payload of small tensors of one kind, which a model has by the hundred."""
+def _frame(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], aligned_to: int) -> tuple[bytes, bytes]:
+    """What surrounds the payload of small tensors of one kind, which a model has by the hundred.
+
+    ``aligned_to`` is torch's setting, on which it depends; it is here to tell what is remembered apart.
+    """
     sample = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
     return _unsummed(sample, bytes_of(sample))
 

@@ -11,6 +11,9 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_storage import names
 from dcp_storage.commit_object import create_commit, new_commit, utc_now
@@ -47,6 +50,7 @@ class Attempt:
         single_writer: whether the store cannot promise create-if-absent.
         listing: the first listing.
         manifest: what is to be committed.
+        storage_data: the manifest's items as stock torch has them, where they were made already.
         ref: the manifest's name, size and CRC-32, once written.
         committed: whether the commit object is known to be there.
         world_size: ranks of this save.
@@ -65,6 +69,7 @@ class Attempt:
     single_writer: bool = False
     listing: list[Entry] = field(default_factory=list)
     manifest: Manifest | None = None
+    storage_data: dict[MetadataIndex, Any] | None = None
     ref: ManifestRef | None = None
     committed: bool = False
     world_size: int = 0
@@ -197,7 +202,7 @@ def write_view(attempt: Attempt) -> None:
     try:
         current = read_current(attempt.store)
         if current is not None and current.commit.manifest == attempt.ref:
-            data, warning = stock_pickle(_manifest(attempt))
+            data, warning = stock_pickle(_manifest(attempt), attempt.storage_data)
             if warning:
                 attempt.warnings.append(warning)
             attempt.store.put(names.STOCK_VIEW, [memoryview(data)], crc32=zlib.crc32(data))

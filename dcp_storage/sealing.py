@@ -21,7 +21,7 @@ from torch import serialization
 
 from dcp_storage.crc import crc32
 
-__all__ = ["Sink", "UnlikeError", "can_seal", "seal", "write_unsummed"]
+__all__ = ["Sink", "UnlikeError", "alignment", "can_seal", "seal", "write_unsummed"]
 
 _ID_RECORD = b"/.data/serialization_id"
 _ID_NAMES = 20  # digits that stand for the names of the records; as many follow for their sums
@@ -47,11 +47,17 @@ class Sink(Protocol):
         """Nothing need happen."""
 
 
+def alignment() -> int:
+    """Bytes to whose multiple torch aligns a payload in its archive, by its settings of now."""
+    inside: Any = serialization
+    return int(inside._get_storage_alignment())
+
+
 def write_unsummed(tensor: torch.Tensor, sink: Sink) -> None:
     """Writes what ``torch.save(tensor, sink)`` writes, every CRC-32 left 0."""
     # What torch.save does (torch/serialization.py), with a writer that makes no sums.
     inside: Any = serialization
-    writer = inside.torch._C.PyTorchFileWriter(sink, False, inside._get_storage_alignment())
+    writer = inside.torch._C.PyTorchFileWriter(sink, False, alignment())
     inside._save(tensor, writer, pickle, serialization.DEFAULT_PROTOCOL, False)
     writer.write_end_of_file()
 

@@ -125,8 +125,9 @@ def metadata_of(manifest: Manifest, *, trusted_globals: Sequence[Any] = (), path
         UntrustedDataError: the planner's data asks for a global outside the allow-list.
         CorruptCheckpointError: the planner's data does not match its CRC-32.
     """
+    chunks = _Chunks()
     return Metadata(
-        state_dict_metadata={key: _stock_entry(key, entry, path) for key, entry in manifest.entries.items()},
+        state_dict_metadata={key: _stock_entry(key, entry, path, chunks) for key, entry in manifest.entries.items()},
         planner_data=_load_planner_data(manifest.planner_data, trusted_globals, path),
         storage_data={_index(item): item for item in manifest.items},
         storage_meta=_stock_storage_meta(manifest.storage_meta),
@@ -135,23 +136,34 @@ def metadata_of(manifest: Manifest, *, trusted_globals: Sequence[Any] = (), path
 
 
 def stock_storage_data(manifest: Manifest) -> dict[MetadataIndex, Any]:
-    """Index → place, in stock torch's own class."""
-    return {
-        _index(item): _StorageInfo(
-            manifest.files[item.file].name, item.offset, item.length, list(item.transforms) or None
-        )
-        for item in manifest.items
-    }
+    """Index → place, in stock torch's own class; equal names and offsets are one object, which a pickle holds once."""
+    keys = {key: key for key in manifest.entries}
+    sizes: dict[tuple[int, ...] | None, torch.Size | None] = {None: None}
+    files = [record.name for record in manifest.files]
+    out = {}
+    for item in manifest.items:
+        offsets = item.offsets
+        if offsets not in sizes:
+            sizes[offsets] = torch.Size(offsets or ())
+        index = MetadataIndex(keys.get(item.key, item.key), sizes[offsets], item.index)
+        out[index] = _StorageInfo(files[item.file], item.offset, item.length, list(item.transforms) or None)
+    return out
 
 
-def stock_pickle(manifest: Manifest) -> tuple[bytes, str | None]:
+def stock_pickle(
+    manifest: Manifest, storage_data: Mapping[MetadataIndex, Any] | None = None
+) -> tuple[bytes, str | None]:
     """The bytes of ``.metadata`` for stock readers: stock classes and builtins only.
+
+    Args:
+        manifest: what it says.
+        storage_data: :func:`stock_storage_data` of the same manifest, where the caller has it already.
 
     Returns:
         The pickle, and a warning where the planner's own data had to be left out of it.
     """
-    metadata = metadata_of(msgspec.structs.replace(manifest, planner_data=None))
-    metadata.storage_data = stock_storage_data(manifest)
+    metadata = metadata_of(msgspec.structs.replace(manifest, planner_data=None, items=()))
+    metadata.storage_data = dict(stock_storage_data(manifest) if storage_data is None else storage_data)
     warning = None
     data = manifest.planner_data
     if data is not None and data.paths is not None:
@@ -190,7 +202,15 @@ def _entry(key: str, value: Any) -> TensorEntry | BytesEntry:
     )
 
 
-def _stock_entry(key: str, entry: TensorEntry | BytesEntry, path: str | None) -> Any:
+class _Chunks(dict[Chunk, ChunkStorageMetadata]):
+    """Torch's record of each chunk; equal ones, of which layers of one shape have many, are one object."""
+
+    def __missing__(self, chunk: Chunk) -> ChunkStorageMetadata:
+        made = self[chunk] = ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+        return made
+
+
+def _stock_entry(key: str, entry: TensorEntry | BytesEntry, path: str | None, chunks: _Chunks) -> Any:
     if isinstance(entry, BytesEntry):
         return BytesStorageMetadata()
     dtype = dtype_named(entry.dtype)
@@ -212,7 +232,7 @@ def _stock_entry(key: str, entry: TensorEntry | BytesEntry, path: str | None) ->
             pin_memory=entry.pin_memory,
         ),
         size=torch.Size(entry.size),
-        chunks=[ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks],
+        chunks=[chunks[chunk] for chunk in entry.chunks],
     )
 
 

@@ -255,7 +255,7 @@ class FsspecStorageWriter(StorageWriter):
                 metadata.version = _STOCK_VERSION
                 metadata.storage_meta = StorageMeta(checkpoint_id=current.location.url, save_id=current.token)
                 manifest = manifest_of(metadata, [[(r.index, _told(r)) for r in rank] for rank in results])
-                metadata.storage_data = stock_storage_data(manifest)
+                metadata.storage_data = attempt.storage_data = stock_storage_data(manifest)
                 attempt.world_size = current.world_size or len(results)
                 if current.label is None:
                     publish(attempt, manifest, self._steps)

@@ -31,16 +31,28 @@ def run(*arguments: str | Path, cwd: Path, seconds: float) -> subprocess.Complet
 def blocks_of_the_readme() -> list[str]:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     return blocks
 
 
 def test_the_errors_are_found_where_the_readme_says(tmp_path: Path) -> None:
     """The README's second block, after the first, prints the one sentence of the refusal and no traceback."""
-    (tmp_path / "pasted.py").write_text("\n".join(blocks_of_the_readme()), encoding="utf-8")
+    (tmp_path / "pasted.py").write_text("\n".join(blocks_of_the_readme()[:2]), encoding="utf-8")
     done = run("pasted.py", cwd=tmp_path, seconds=100)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^.*step-500 holds a committed checkpoint already\. .*$", done.stdout, re.MULTILINE)
+
+
+def test_the_run_of_the_readme_goes_on(tmp_path: Path) -> None:
+    """The README's third block keeps three steps, and run again goes on from the last of them."""
+    text = "import torch\n" + blocks_of_the_readme()[2]
+    (tmp_path / "pasted.py").write_text(text, encoding="utf-8")
+    said = []
+    for _ in range(2):
+        done = run("-W", "error", "pasted.py", cwd=tmp_path, seconds=100)
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout)
+    assert said == ["steps kept: [10, 20, 30]\n", "steps kept: [40, 50, 60]\n"]
 
 
 def test_the_example_of_the_readme_runs_as_pasted(tmp_path: Path) -> None:

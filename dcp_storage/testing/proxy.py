@@ -212,7 +212,11 @@ class Proxy:
         if kind == "cut request":
             up.move(head.length // 2 if head.length else 0)
             self._reset(up.source)
-        up.move_body(head)
+        whole = True
+        try:
+            up.move_body(head)
+        except (BrokenPipeError, ConnectionResetError):  # a server may answer, and close, before it has read the body
+            whole = False
         answer = read_head(down)
         while answer.status == 100:
             answer = read_head(down)
@@ -226,7 +230,7 @@ class Proxy:
                 self._stall(up.source)
             self._reset(up.source)
         down.move_body(answer, of_head=head.is_head)
-        return not (head.closes or answer.closes)
+        return whole and not (head.closes or answer.closes)
 
     def _refuse(self, fault: Fault, head: Head, up: Pipe, shape: Shape) -> None:
         if fault.kind == "reset before":

@@ -1,0 +1,237 @@
+"""What obstore raises, as :class:`~dcp_storage.errors.StoreError`.
+
+obstore has a class of its own for a missing object, a refusal and a conflict, and one, ``GenericError``, for everything
+else: a 503, a 400, a broken connection, a time-out. It carries no status and no code, only text, so this is the one
+place of the package that reads a message. Read is what Rust prints of the error's structure ("Debug source"), never the
+sentence for people, nor the server's words outside of the ``Code`` of its answer. What is not recognised counts as
+passing: every request made here may be repeated.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from obstore import exceptions as obstore_errors
+
+from dcp_storage.errors import ObjectNotFoundError, ObjectTooShortError, StoreError
+
+__all__ = ["NoRangesError", "Request", "is_panic", "translated"]
+
+_DEBUG = "\nDebug source:\n"
+# In the structure names and URLs are escaped and stand in quotes, so that these words cannot come from them.
+_STATUS = re.compile(r"\b(?:Status|Response) \{ status: (\d{3})\b")
+_KIND = re.compile(r"\bHttpError \{ kind: ([A-Za-z]+)\b")
+_CODE = re.compile(r"<Code>([A-Za-z0-9]+)</Code>")
+_REDIRECT = re.compile(r"\bBareRedirect\b")
+_CERTIFICATE = re.compile(r"\bInvalidCertificate\b")
+
+_TRANSIENT_STATUS = frozenset({408, 425, 429})
+_NOTHING_DONE = frozenset({425, 429})
+_UNKNOWN_VERB = frozenset({405, 501})
+# Codes that say more than the status they come with (some servers send them with 400).
+_TRANSIENT_CODES = frozenset(
+    {
+        "BandwidthLimitExceeded",
+        "InternalError",
+        "RequestLimitExceeded",
+        "RequestThrottled",
+        "RequestTimeout",
+        "RequestTimeoutException",
+        "ServiceUnavailable",
+        "SlowDown",
+        "Throttling",
+        "ThrottlingException",
+        "TooManyRequests",
+    }
+)
+_DENIED_CODES = frozenset(
+    {
+        "AccessDenied",
+        "AccountProblem",
+        "ExpiredToken",
+        "ExpiredTokenException",
+        "InvalidAccessKeyId",
+        "InvalidToken",
+        "RequestExpired",
+        "RequestTimeTooSkewed",
+        "SignatureDoesNotMatch",
+        "TokenRefreshRequired",
+    }
+)
+_FULL_CODES = frozenset({"InsufficientCapacity", "QuotaExceeded", "XMinioStorageFull"})
+
+_DENIED = (obstore_errors.PermissionDeniedError, obstore_errors.UnauthenticatedError, PermissionError)
+_CONFLICT = (obstore_errors.AlreadyExistsError, FileExistsError)
+_WRONG_USE = (obstore_errors.InvalidPathError, obstore_errors.UnknownConfigurationKeyError, ValueError)
+_FOREIGN = (obstore_errors.BaseError, OSError, ValueError, NotImplementedError)
+
+
+class NoRangesError(Exception):
+    """The server sent the whole object where a range was asked for, and obstore took none of it."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked of the store; the part of an error that does not depend on what went wrong.
+
+    Attributes:
+        operation: the method of the Store.
+        url: the folder.
+        bucket: its bucket, named where it may be missing.
+        name: the object's name in the folder.
+        changes: whether the request changes anything, so that a lost reply leaves the outcome open.
+    """
+
+    operation: str
+    url: str
+    bucket: str
+    name: str
+    changes: bool = False
+
+    def error(
+        self,
+        reason: str,
+        cause: BaseException | None = None,
+        *,
+        errno: int | None = None,
+        transient: bool = False,
+        ambiguous: bool | None = None,
+    ) -> StoreError:
+        """A StoreError about this request; ``ambiguous`` is by default a transient failure of a change."""
+        return StoreError(
+            f"{self._failed} {reason}",
+            operation=self.operation,
+            path=self.url,
+            key=self.name,
+            errno=errno,
+            transient=transient,
+            ambiguous=(transient and self.changes) if ambiguous is None else ambiguous,
+            cause=cause,
+        )
+
+    def not_found(self, cause: BaseException) -> ObjectNotFoundError:
+        """An ObjectNotFoundError about this request."""
+        return ObjectNotFoundError(
+            f"{self._failed} there is no such object (or no bucket {self.bucket!r}); {_sentence(cause)}",
+            operation=self.operation,
+            path=self.url,
+            key=self.name,
+            cause=cause,
+        )
+
+    def too_short(self, wanted: int, found: int | None, cause: BaseException | None = None) -> ObjectTooShortError:
+        """An ObjectTooShortError about this request; ``found`` is the object's size where it is known."""
+        return ObjectTooShortError(
+            f"{self.url}/{self.name} ends at byte {'?' if found is None else found}, before byte {wanted}.",
+            operation=self.operation,
+            path=self.url,
+            key=self.name,
+            wanted=wanted,
+            found=found,
+            cause=cause,
+        )
+
+    @property
+    def _failed(self) -> str:
+        return f"{self.operation} of {self.url}/{self.name} failed:"
+
+
+@contextmanager
+def translated(request: Request, *, end: int | None = None) -> Iterator[None]:
+    """Raises what obstore raises inside the block as a StoreError about ``request``.
+
+    Args:
+        request: what was asked.
+        end: for a range: the byte it ends before, which an answer 416 says the object does not reach.
+
+    Raises:
+        NoRangesError: the server does not know ranges.
+    """
+    try:
+        yield
+    except StoreError:  # an OSError too, and already ours
+        raise
+    except _FOREIGN as error:
+        if end is not None and isinstance(error, (obstore_errors.NotSupportedError, NotImplementedError)):
+            raise NoRangesError(str(error)) from error
+        if end is not None and _number(_STATUS, _structure(error)) == 416:
+            raise request.too_short(end, None, error) from error
+        raise _as_store_error(request, error) from error
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether the Rust side gave up; its class cannot be imported."""
+    return type(error).__module__ == "pyo3_runtime" and type(error).__name__ == "PanicException"
+
+
+def _as_store_error(request: Request, error: BaseException) -> StoreError:
+    said = _sentence(error)
+    if isinstance(error, FileNotFoundError):
+        return request.not_found(error)
+    if isinstance(error, _DENIED):
+        return request.error(
+            f"the credentials are wrong or lack the right to do this; {said}", error, errno=errno.EACCES
+        )
+    if isinstance(error, _CONFLICT):
+        # No condition is ever sent here: another request on the name was in progress, and this one changed nothing.
+        return request.error(f"another request on it is in progress; {said}", error, transient=True, ambiguous=False)
+    if isinstance(error, (obstore_errors.NotSupportedError, NotImplementedError)):
+        return request.error(said, error, errno=errno.EOPNOTSUPP)
+    if isinstance(error, _WRONG_USE):
+        return request.error(said, error, errno=errno.EINVAL)
+    return _generic(request, error, said)
+
+
+def _generic(request: Request, error: BaseException, said: str) -> StoreError:
+    text = _structure(error)
+    status, kind = _number(_STATUS, text), _word(_KIND, text)
+    if status is not None:
+        return _answered(request, error, said, status, _word(_CODE, text))
+    if _REDIRECT.search(text):
+        return request.error(f"the region is wrong; {said}", error, errno=errno.EINVAL)
+    if kind == "Connect":  # there never was a connection, so nothing was done
+        passing = not _CERTIFICATE.search(text)
+        return request.error(said, error, errno=None if passing else errno.EINVAL, transient=passing, ambiguous=False)
+    return request.error(said, error, errno=errno.ETIMEDOUT if kind == "Timeout" else None, transient=True)
+
+
+def _answered(request: Request, error: BaseException, said: str, status: int, code: str) -> StoreError:
+    if code in _DENIED_CODES or status in (401, 403):
+        return request.error(
+            f"the credentials are wrong or lack the right to do this; {said}", error, errno=errno.EACCES
+        )
+    if status == 404:
+        return request.not_found(error)
+    if status in _UNKNOWN_VERB:
+        return request.error(f"the server does not know this request; {said}", error, errno=errno.EOPNOTSUPP)
+    if code in _FULL_CODES or status == 507:
+        return request.error(f"the store is full; {said}", error, errno=errno.ENOSPC)
+    if code in _TRANSIENT_CODES or status in _TRANSIENT_STATUS or status >= 500:
+        return request.error(said, error, transient=True, ambiguous=False if status in _NOTHING_DONE else None)
+    return request.error(said, error, errno=errno.EINVAL)
+
+
+def _sentence(error: BaseException) -> str:
+    """What obstore says for people, on one line."""
+    text = " ".join(str(error).partition(_DEBUG)[0].split())
+    return f"{type(error).__name__}: {text}"
+
+
+def _structure(error: BaseException) -> str:
+    """What Rust prints of the error's structure; line ends in it are escaped, so the mark stands there once."""
+    text = str(error)
+    return text.rpartition(_DEBUG)[2] if _DEBUG in text else text
+
+
+def _number(pattern: re.Pattern[str], text: str) -> int | None:
+    found = pattern.search(text)
+    return None if found is None else int(found[1])
+
+
+def _word(pattern: re.Pattern[str], text: str) -> str:
+    found = pattern.search(text)
+    return "" if found is None else found[1]
