@@ -12,9 +12,9 @@ from pathlib import Path
 
 from benchmarks.measuring import Case, Figure, LightServer, interleaved, serving, shaped
 from benchmarks.states import make_state
-from benchmarks.tls import make_certificate
 from dcp_storage.codec import bytes_of
 from dcp_storage.testing.proxy import Shape
+from tests.servers.certificate import make_certificate
 
 __all__ = ["SETTINGS", "Scale"]
 
@@ -98,6 +98,22 @@ def s3_concurrency(scale: Scale) -> list[Figure]:
         server.close()
 
 
+def s3_ranks(scale: Scale) -> list[Figure]:
+    """S3, shaped, ours and stock: GB/s over ranks, each with a state of its own, on the processors of this machine."""
+    server = LightServer("bench")
+    try:
+        with shaped(server.url, LINK) as url:
+            cases = [
+                Case(who, action, "gpt2-2", f"s3://bench/{who[:4]}{n}", url, label=f"{who}, {n} ranks", ranks=n)
+                for who in ("ours", "torch Fsspec")
+                for n in (1, 2, 4)
+                for action in ("save", "load")
+            ]
+            return interleaved(cases, 1 if not scale.full else 3, server)
+    finally:
+        server.close()
+
+
 def gcs_shaped(scale: Scale) -> list[Figure]:
     """GCS behind the same link, the strict server of the tests (one Python process: it is part of each figure)."""
     os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # else gcsfs asks an emulator for gRPC first
@@ -150,6 +166,7 @@ SETTINGS: dict[str, Callable[[Scale], list[Figure]]] = {
     "s3_shaped": s3_shaped,
     "s3_tls": s3_tls,
     "s3_concurrency": s3_concurrency,
+    "s3_ranks": s3_ranks,
     "gcs_shaped": gcs_shaped,
     "small": small,
 }

@@ -8,8 +8,10 @@ import os
 import resource
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from benchmarks.states import empty_like, make_state, size_of
 from benchmarks.subjects import Place, subject
@@ -41,18 +43,25 @@ def main() -> None:
     parser.add_argument("--options", default="{}")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1:
+        dist.init_process_group("gloo")
+    own = f"rank{dist.get_rank()}." if ranks > 1 else ""
     one = subject(arguments.subject)
     options = json.loads(arguments.options)
-    warm_url = f"{arguments.url}-warm-{os.getpid()}"
+    warm_url = f"{arguments.url}-warm-{os.getppid()}"
     if "://" not in warm_url:
-        Path(warm_url).mkdir(parents=True)
+        Path(warm_url).mkdir(parents=True, exist_ok=True)
         Path(arguments.url).mkdir(parents=True, exist_ok=True)
     place = Place(arguments.url, arguments.endpoint, options)
     warm = Place(warm_url, arguments.endpoint, options)
     if arguments.subject != "dd":
         one.save(make_state("warm"), warm)
         one.load(empty_like("warm"), warm)
-    state = make_state(arguments.state) if arguments.action == "save" else empty_like(arguments.state)
+    made = make_state(arguments.state) if arguments.action == "save" else empty_like(arguments.state)
+    state = {own + name: tensor for name, tensor in made.items()}
+    if ranks > 1:
+        dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak, man 5 proc
     before = _memory("VmRSS")
     cpu, start = _cpu(), time.perf_counter()
@@ -62,8 +71,18 @@ def main() -> None:
     right = True
     if arguments.action == "load" and arguments.subject != "dd":
         wanted = make_state(arguments.state)
-        right = all(torch.equal(wanted[name], tensor) for name, tensor in state.items())
-    print(json.dumps({"wall": wall, "cpu": cpu, "peak": peak, "bytes": size_of(state), "right": right}))
+        right = all(torch.equal(wanted[name.removeprefix(own)], tensor) for name, tensor in state.items())
+    found = {"wall": wall, "cpu": cpu, "peak": peak, "bytes": size_of(state), "right": right}
+    if ranks > 1:
+        all_found: list[dict[str, Any]] = [{} for _ in range(ranks)]
+        dist.all_gather_object(all_found, found)
+        found = {name: (max if name in ("wall", "peak") else sum)([f[name] for f in all_found]) for name in found}
+        found["right"] = all(f["right"] for f in all_found)
+        last = dist.get_rank() == 0
+        dist.destroy_process_group()
+        if not last:
+            return
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

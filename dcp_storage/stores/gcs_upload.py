@@ -90,11 +90,15 @@ class GcsUpload(Upload):
                     client, self._bucket, self._fresh_key(), buffers, crc32c=crc32c, metadata=self._note
                 )
             self._failed.discard(number)
-            self._pieces[number] = _Piece(made["name"], str(made["generation"]), size, crc32c)
-            self._places.add(number, offset, size)
+            self._keep(number, offset, made["name"], str(made["generation"]), size, crc32c)
 
         with translated(request):
             self._session.call(work)
+
+    def _keep(self, number: int, offset: int, key: str, generation: str, size: int, crc32c: int) -> None:
+        """Notes a part that has arrived."""
+        self._pieces[number] = _Piece(key, generation, size, crc32c)
+        self._places.add(number, offset, size)
 
     async def _resume(
         self, client: GcsClient, request: Request, number: int, buffers: Buffers, size: int, crc32c: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import ssl
 import sys
 
 from dcp_storage.errors import ObjectExistsError, ObjectNotFoundError, StoreError
@@ -63,8 +64,9 @@ def store_error(
     if isinstance(error, StoreError):
         return error
     error = unmasked(error)
-    number = _errno(error)
-    broken = isinstance(error, _BROKEN) or _is_client_error(error)
+    untrusted = _is_untrusted(error)
+    number = errno.EACCES if untrusted else _errno(error)
+    broken = not untrusted and (isinstance(error, _BROKEN) or _is_client_error(error))
     status = _http_status(error)
     busy = status is not None and (status >= 500 or status in _TRANSIENT_STATUS)
     kind = StoreError
@@ -99,6 +101,12 @@ def unmasked(error: Exception) -> Exception:
         if meant.transient or meant.errno == errno.EACCES:
             return cause
     return error
+
+
+def _is_untrusted(error: Exception) -> bool:
+    """Whether the server's certificate was refused, which asking again does not change."""
+    found = (error, getattr(error, "certificate_error", None), getattr(error, "os_error", None), error.__cause__)
+    return any(isinstance(one, ssl.SSLCertVerificationError) for one in found)
 
 
 def _errno(error: Exception) -> int | None:

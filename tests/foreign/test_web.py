@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import ssl
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from dcp_storage.store import Store
 from tests.e2e import ALONE, assert_same, failure, like, load, save, small_state
 from tests.foreign import opened
 from tests.foreign.web import WebServer, web_server
+from tests.servers.certificate import make_certificate
 
 pytestmark = pytest.mark.filterwarnings(ALONE)
 
@@ -35,6 +37,19 @@ def test_a_checkpoint_is_loaded_without_a_listing(tmp_path: Path, web: WebServer
     assert_same(found, small_state(2))
     assert {path.rpartition("/")[2] for _, path in web.seen} >= {".commit", ".commit.2"}
     assert not [path for _, path in web.seen if path.rstrip("/") in ("", "/run")]
+
+
+def test_a_checkpoint_is_loaded_over_tls(tmp_path: Path) -> None:
+    """``https://`` with the authority that the user names is loaded bit for bit; without it the load is refused."""
+    certificate = make_certificate(tmp_path)
+    save(small_state(3), FsspecStorageWriter(tmp_path / "run"))
+    context = ssl.create_default_context(cafile=str(certificate))
+    with web_server(tmp_path, certificate) as web:
+        found = like(small_state())
+        load(found, FsspecStorageReader(f"{web.url}/run", storage_options={"ssl": context}))
+        assert_same(found, small_state(3))
+        stranger = FsspecStorageReader(f"{web.url}/run", options=LoadOptions(attempts=2))
+        assert not failure(StoreError, lambda: load(found, stranger)).transient
 
 
 def test_a_short_file_is_found_before_anything_is_loaded(tmp_path: Path, web: WebServer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,12 +45,16 @@ class _Handler(SimpleHTTPRequestHandler):
 
 
 @contextmanager
-def web_server(root: Path) -> Iterator[WebServer]:
-    """Serves ``root`` in threads of this process."""
+def web_server(root: Path, certificate: Path | None = None) -> Iterator[WebServer]:
+    """Serves ``root`` in threads of this process; with a certificate (PEM, with its key) over TLS."""
     shared = WebServer()
     handler = type("Handler", (_Handler,), {"server_of": shared})
     server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(handler, directory=str(root)))
-    shared.url = f"http://127.0.0.1:{server.server_address[1]}"
+    shared.url = f"http{'s' if certificate else ''}://127.0.0.1:{server.server_address[1]}"
+    if certificate is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate)
+        server.socket = context.wrap_socket(server.socket, server_side=True)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
     thread.start()
     try:
