@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,12 @@ class Place:
     Attributes:
         url: the folder.
         endpoint: the server's URL, for S3 and GCS.
-        options: more options for ours, e.g. ``max_concurrency``.
+        options: more options for ours, e.g. ``max_concurrency`` or ``engine``.
     """
 
     url: str
     endpoint: str = ""
-    options: dict[str, int] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -68,18 +68,30 @@ def _ours() -> Subject:
     from dcp_storage import FsspecStorageReader, FsspecStorageWriter, LoadOptions, SaveOptions
 
     def save(state: State, place: Place) -> None:
-        options = SaveOptions(**place.options)  # type: ignore[arg-type]
+        options = SaveOptions(**place.options)
         writer = FsspecStorageWriter(
             place.url, storage_options=_storage_options(place), overwrite=True, options=options
         )
         dcp.save(state, storage_writer=writer, no_dist=not torch.distributed.is_initialized())
 
     def load(state: State, place: Place) -> None:
-        options = LoadOptions(**place.options)  # type: ignore[arg-type]
+        options = LoadOptions(**place.options)
         reader = FsspecStorageReader(place.url, storage_options=_storage_options(place), options=options)
         dcp.load(state, storage_reader=reader, no_dist=not torch.distributed.is_initialized())
 
     return Subject(save, load)
+
+
+def _ours_obstore() -> Subject:
+    ours = _ours()
+
+    def on_obstore(place: Place) -> Place:
+        return replace(place, options={**place.options, "engine": "obstore"})
+
+    return Subject(
+        lambda state, place: ours.save(state, on_obstore(place)),
+        lambda state, place: ours.load(state, on_obstore(place)),
+    )
 
 
 def _torch_fs() -> Subject:
@@ -260,6 +272,7 @@ def _dd() -> Subject:
 
 SUBJECTS: dict[str, Callable[[], Subject]] = {
     "ours": _ours,
+    "ours, obstore": _ours_obstore,
     "torch FileSystem": _torch_fs,
     "torch Fsspec": _torch_fsspec,
     "s3torchconnector": _s3torchconnector,

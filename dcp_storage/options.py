@@ -11,6 +11,7 @@ __all__ = ["KIB", "MIB", "LoadOptions", "LoadReport", "Problem", "RankFigures", 
 
 KIB = 1024
 MIB = 1024 * 1024
+_ENGINES = ("fsspec", "obstore")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,8 @@ class _Common:
             Default 256 MiB.
         attempts: most tries of one store request that failed in a passing way. Default 6.
         deadline: seconds for one store request with all its tries. Default 300.
+        engine: what moves the bytes of S3 and GCS: ``"fsspec"`` (s3fs, gcsfs), or ``"obstore"``, which costs less CPU
+            and needs the extra ``[obstore]``. Default ``"fsspec"``.
     """
 
     max_concurrency: int = 8
@@ -32,8 +35,11 @@ class _Common:
     memory_budget: int = 256 * MIB
     attempts: int = 6
     deadline: float = 300.0
+    engine: str = "fsspec"
 
     def __post_init__(self) -> None:
+        if self.engine not in _ENGINES:
+            raise ValueError(f'engine must be "fsspec" or "obstore", not {self.engine!r}.')
         for name in ("max_concurrency", "part_size", "memory_budget", "attempts"):
             if type(getattr(self, name)) is not int:
                 raise TypeError(f"{name} must be an int, not {getattr(self, name)!r}.")
@@ -63,6 +69,8 @@ class SaveOptions(_Common):
             Default 256 MiB.
         attempts: most tries of one store request that failed in a passing way. Default 6.
         deadline: seconds for one store request with all its tries. Default 300.
+        engine: what moves the bytes of S3 and GCS: ``"fsspec"`` (s3fs, gcsfs), or ``"obstore"``, which costs less CPU
+            and needs the extra ``[obstore]``. Default ``"fsspec"``.
         shard_size: bytes after which a rank begins its next file; one item is never split over files.
             Default 4 GiB.
         assume_single_writer: allow overwrite on a store that cannot refuse a second create, on your word that no
@@ -101,6 +109,8 @@ class LoadOptions(_Common):
             into a target does not count. Default 256 MiB.
         attempts: most tries of one store request that failed in a passing way. Default 6.
         deadline: seconds for one store request with all its tries. Default 300.
+        engine: what moves the bytes of S3 and GCS: ``"fsspec"`` (s3fs, gcsfs), or ``"obstore"``, which costs less CPU
+            and needs the extra ``[obstore]``. Default ``"fsspec"``.
         max_gap: bytes that are as dear as one more request: so many may be read and thrown away to save one. Default
             None: 64 KiB on this machine's disks, 1 MiB over a network.
         share_reads: whether the ranks of the reader's ``process_group`` read each byte that several of them want once,

@@ -24,10 +24,6 @@ OpenStore = Callable[[Location, Mapping[str, Any], int], Store]
 """Opens the bare store of a folder; the test kit hands over one that wraps it."""
 
 
-def _open(location: Location, storage_options: Mapping[str, Any], max_concurrency: int) -> Store:
-    return open_store(location, storage_options, max_concurrency=max_concurrency)
-
-
 def checked_options(storage_options: Mapping[str, Any] | None) -> dict[str, Any]:
     """A copy of the user's ``storage_options``.
 
@@ -57,10 +53,14 @@ def open_folder(
     location: Location,
     storage_options: Mapping[str, Any],
     options: SaveOptions | LoadOptions,
-    opener: OpenStore = _open,
+    opener: OpenStore | None = None,
 ) -> Opened:
     """Opens a folder with one layer of retries, a limit on requests, and counters."""
-    counting = CountingStore(opener(location, storage_options, options.max_concurrency))
+    if opener is None:
+        bare = open_store(location, storage_options, max_concurrency=options.max_concurrency, engine=options.engine)
+    else:
+        bare = opener(location, storage_options, options.max_concurrency)
+    counting = CountingStore(bare)
     limited = LimitedStore(counting, options.max_concurrency)
     retrying = RetryingStore(limited, attempts=options.attempts, deadline=options.deadline)
     return Opened(retrying, retrying, counting)

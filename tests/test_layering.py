@@ -21,14 +21,17 @@ LAYERS = tuple(
     exchange_metadata exchange_links fetching
     stores.local_syscalls stores.translate stores.parts stores.s3_session stores.s3_bodies stores.s3_errors
     stores.local_create stores.local_upload stores.s3_listing stores.remote_files stores.location
-    stores.gcs_errors stores.gcs_crc32c
+    stores.gcs_errors stores.gcs_crc32c stores.obstore_errors
     stores.gcs_session
+    stores.obstore_options
     stores.gcs_sending
     stores.gcs_upload
     stores.gcs_listing
-    stores.local stores.memory stores.s3_upload
+    stores.local stores.memory stores.s3_upload stores.obstore_upload stores.obstore_gcs
     stores.remote stores.s3 stores.gcs
+    stores.obstore_store
     stores.opening stores.probing
+    sealing
     codec extensions telling wrappers pickles_stack pickles_shape pickles_zip
     checksums counting pickles_machine placing
     scattering
@@ -83,7 +86,7 @@ PURE = (
     "crc",
     "checksums",
 )
-CLIENTS = {"fsspec", "s3fs", "gcsfs", "aiobotocore", "botocore", "aiohttp", "boto3"}
+CLIENTS = {"fsspec", "s3fs", "gcsfs", "obstore", "aiobotocore", "botocore", "aiohttp", "boto3"}
 FILE_CALLS = {"open", "os.open", "io.open"}
 FILE_METHODS = {"read_bytes", "read_text", "write_bytes", "write_text", "unlink", "rename", "mkdir", "rmdir"}
 

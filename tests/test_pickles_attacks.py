@@ -309,6 +309,13 @@ class TestState:
 
 HUGE = struct.pack("<I", 0xFFFFFFF0)
 HUGER = struct.pack("<Q", 1 << 40)
+
+
+def sometimes(cases: list[bytes]) -> list[Any]:
+    """The same cases, four of five of them marked slow."""
+    return [pytest.param(case, marks=[pytest.mark.slow] if k % 5 else []) for k, case in enumerate(cases)]
+
+
 ASKS = [
     b"B" + HUGE,
     b"X" + HUGE,
@@ -335,7 +342,8 @@ ASKS = [
 
 
 class TestMemory:
-    @pytest.mark.parametrize("ask", ASKS, ids=lambda ask: repr(ask[:40]))
+    # Each takes a process of its own and two seconds: every fifth always, all of them in CI.
+    @pytest.mark.parametrize("ask", sometimes(ASKS), ids=lambda ask: repr(ask[:40]))
     def test_a_few_bytes_that_ask_for_gigabytes(self, ask: bytes) -> None:
         """A length, a memo index or a call that asks for gigabytes is refused before anything is taken."""
 
@@ -363,36 +371,38 @@ class TestMemory:
 
     @pytest.mark.parametrize(
         "body",
-        [
-            b"(" + b"\x8f" * 40_000 + b"t",
-            b"(" + b"]" * 100_000 + b"t",
-            b"(" + b"}K\x01Ns" * 30_000 + b"t",
-            b"(" * 100_000,
-            b"N" + b"\x94" * 60_000,
-            b"ccollections\ndeque\n\x94(" + b"h\x00)R" * 12_000 + b"t",
-            b"ctorch\nSize\n\x94(" + b"h\x00)R" * 60_000 + b"t",
-            b"(" + b"G\x01\x01\x01\x01\x01\x01\x01\x01" * 200_000 + b"t",
-            # One megabyte, again and again: by copies of bytes, of a list, of a dict.
-            text("builtins")
-            + text("bytearray")
-            + b"\x93\x940B"
-            + struct.pack("<I", MIB)
-            + bytes(MIB)
-            + b"\x85\x940("
-            + b"h\x00h\x01R" * 100
-            + b"t",
-            SET
-            + b"0]("
-            + b"".join(b"M" + struct.pack("<H", n) for n in range(30_000))
-            + b"e\x85\x940("
-            + b"h\x00h\x01R" * 50
-            + b"t",
-            b"ccollections\nCounter\n\x940}("
-            + b"".join(b"M" + struct.pack("<H", n) + b"N" for n in range(30_000))
-            + b"u\x85\x940("
-            + b"h\x00h\x01R" * 50
-            + b"t",
-        ],
+        sometimes(
+            [
+                b"(" + b"\x8f" * 40_000 + b"t",
+                b"(" + b"]" * 100_000 + b"t",
+                b"(" + b"}K\x01Ns" * 30_000 + b"t",
+                b"(" * 100_000,
+                b"N" + b"\x94" * 60_000,
+                b"ccollections\ndeque\n\x94(" + b"h\x00)R" * 12_000 + b"t",
+                b"ctorch\nSize\n\x94(" + b"h\x00)R" * 60_000 + b"t",
+                b"(" + b"G\x01\x01\x01\x01\x01\x01\x01\x01" * 200_000 + b"t",
+                # One megabyte, again and again: by copies of bytes, of a list, of a dict.
+                text("builtins")
+                + text("bytearray")
+                + b"\x93\x940B"
+                + struct.pack("<I", MIB)
+                + bytes(MIB)
+                + b"\x85\x940("
+                + b"h\x00h\x01R" * 100
+                + b"t",
+                SET
+                + b"0]("
+                + b"".join(b"M" + struct.pack("<H", n) for n in range(30_000))
+                + b"e\x85\x940("
+                + b"h\x00h\x01R" * 50
+                + b"t",
+                b"ccollections\nCounter\n\x940}("
+                + b"".join(b"M" + struct.pack("<H", n) + b"N" for n in range(30_000))
+                + b"u\x85\x940("
+                + b"h\x00h\x01R" * 50
+                + b"t",
+            ]
+        ),
         ids=lambda body: repr(body[:24]),
     )
     def test_many_small_things(self, body: bytes) -> None:

@@ -2,9 +2,9 @@
 
 obstore has a class of its own for a missing object, a refusal and a conflict, and one, ``GenericError``, for everything
 else: a 503, a 400, a broken connection, a time-out. It carries no status and no code, only text, so this is the one
-place of the package that reads a message. Read is what Rust prints of the error's structure ("Debug source"), never the
-sentence for people, nor the server's words outside of the ``Code`` of its answer. What is not recognised counts as
-passing: every request made here may be repeated.
+place of the package that reads a message. Read is what Rust prints of the error's structure ("Debug source"); where
+there is none, which is so for its writer alone, the fixed words before the status. Of the server's own words only the
+``Code`` of its answer counts. What is not recognised counts as passing: every request made here may be repeated.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ from dcp_storage.errors import ObjectNotFoundError, ObjectTooShortError, StoreEr
 __all__ = ["NoRangesError", "Request", "is_panic", "translated"]
 
 _DEBUG = "\nDebug source:\n"
-# In the structure names and URLs are escaped and stand in quotes, so that these words cannot come from them.
-_STATUS = re.compile(r"\b(?:Status|Response) \{ status: (\d{3})\b")
-_KIND = re.compile(r"\bHttpError \{ kind: ([A-Za-z]+)\b")
+_MOST_SAID = 600  # characters: gateways answer with whole pages
+# URLs stand before these words, but hold no spaces; the server's words stand behind, and the first match counts.
+_STATUS = re.compile(
+    r"\b(?:Status|Response)\s\{\s+status:\s(\d{3})\b|\s-\sServer returned non-2xx status code: (\d{3})\b"
+)
+_KIND = re.compile(r"\bHttpError\s\{\s+kind:\s([A-Za-z]+)\b")
 _CODE = re.compile(r"<Code>([A-Za-z0-9]+)</Code>")
 _REDIRECT = re.compile(r"\bBareRedirect\b")
 _CERTIFICATE = re.compile(r"\bInvalidCertificate\b")
@@ -218,7 +221,7 @@ def _answered(request: Request, error: BaseException, said: str, status: int, co
 def _sentence(error: BaseException) -> str:
     """What obstore says for people, on one line."""
     text = " ".join(str(error).partition(_DEBUG)[0].split())
-    return f"{type(error).__name__}: {text}"
+    return f"{type(error).__name__}: {text[:_MOST_SAID]}"
 
 
 def _structure(error: BaseException) -> str:
@@ -229,7 +232,7 @@ def _structure(error: BaseException) -> str:
 
 def _number(pattern: re.Pattern[str], text: str) -> int | None:
     found = pattern.search(text)
-    return None if found is None else int(found[1])
+    return None if found is None else int(found[1] or found[2])
 
 
 def _word(pattern: re.Pattern[str], text: str) -> str:

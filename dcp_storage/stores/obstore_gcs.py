@@ -31,9 +31,7 @@ class ObstoreGcsUpload(GcsUpload):
         request: makes a request about this object from the name of an operation.
     """
 
-    def __init__(
-        self, clients: Clients, session: GcsSession, key: str, *, request: Callable[[str], Request]
-    ) -> None:
+    def __init__(self, clients: Clients, session: GcsSession, key: str, *, request: Callable[[str], Request]) -> None:
         begun = request("upload")
         super().__init__(session, key, url=begun.url, bucket=begun.bucket, name=begun.name)
         self._clients = clients
@@ -49,5 +47,5 @@ class ObstoreGcsUpload(GcsUpload):
         generation = made["version"]
         if generation is None:
             raise request.error("the server did not say which generation of the part it made.")
-        # Safe without the loop: each step in it is one of the interpreter's, and no number is sent by two threads at once.
+        # Safe without the loop: each step in it is one of the interpreter's; no number is sent by two threads at once.
         self._keep(number, offset, key, generation, size, crc32c)

@@ -219,7 +219,7 @@ class Clients:
         except (TypeError, ValueError, obstore_errors.BaseError) as error:
             raise InvalidLocationError(
                 f"{request.url!r} cannot be opened with obstore and these storage_options "
-                f"({type(error).__name__}: {error}); use engine=\"fsspec\".",
+                f'({type(error).__name__}: {error}); use engine="fsspec".',
                 path=request.url,
                 cause=error,
             ) from error
@@ -328,24 +328,25 @@ class GcsSource:
 
         with gcs_translated(GcsRequest(request.operation, request.url, request.bucket, request.name)):
             filesystem = self._session.filesystem()
-            signed = filesystem.credentials.credentials is not None
-            if signed:
-                self.credentials()
+            self.credentials()
         endpoint = cast(str, filesystem.base).removesuffix("/").removesuffix("/storage/v1")
         payer = filesystem._get_params({}).get("userProject")
         client = _tls(endpoint, None) | ({"default_headers": {"x-goog-user-project": payer}} if payer else {})
         limit = filesystem.requests_timeout
         return Settings(
             obstore_stores.GCSStore,
-            {"base_url": endpoint, "skip_signature": not signed},
+            # Not skip_signature for anonymous access: obstore then still looks for a token to write with, on the network.
+            {"base_url": endpoint, "skip_signature": False},
             client,
-            self.credentials if signed else None,
+            self.credentials,
             read_seconds=float(limit) if isinstance(limit, (int, float)) else READ_SECONDS,
         )
 
     def credentials(self) -> dict[str, Any]:
-        """The token that gcsfs uses now, refreshed where that is due; for obstore."""
+        """The token that gcsfs uses now, refreshed where that is due; for obstore, which sends none where it is empty."""
         held = self._session.filesystem().credentials
+        if held.credentials is None:
+            return {"token": "", "expires_at": None}
         held.maybe_refresh()
         expiry = getattr(held.credentials, "expiry", None)  # google-auth means UTC and does not say so
         return {
@@ -355,7 +356,7 @@ class GcsSource:
 
 
 def _tls(endpoint: str, verify: bool | str | os.PathLike[str] | None) -> dict[str, Any]:
-    """Settings of the HTTP client for an endpoint; ``verify`` as botocore takes it: a file is trusted besides others."""
+    """Settings of the HTTP client; ``verify`` as botocore takes it, where a file is trusted besides others."""
     client: dict[str, Any] = {"allow_http": endpoint.startswith("http://")}
     if verify is False:
         client["allow_invalid_certificates"] = True

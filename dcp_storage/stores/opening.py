@@ -19,7 +19,11 @@ __all__ = ["open_store"]
 
 
 def open_store(
-    location: Location, storage_options: Mapping[str, Any] | None = None, *, max_concurrency: int = 16
+    location: Location,
+    storage_options: Mapping[str, Any] | None = None,
+    *,
+    max_concurrency: int = 16,
+    engine: str = "fsspec",
 ) -> Store:
     """Opens the folder; makes nothing in it.
 
@@ -27,9 +31,12 @@ def open_store(
         location: from :func:`~dcp_storage.stores.location.parse_location`.
         storage_options: what fsspec's filesystem takes, untouched; a local folder needs none and ignores them.
         max_concurrency: most requests at once, for stores that keep a pool of connections.
+        engine: what moves the bytes of S3 and GCS, ``"fsspec"`` or ``"obstore"``; local disk and ``memory://`` have
+            stores of their own, whatever is said here.
 
     Raises:
-        InvalidLocationError: the filesystem does not take these options, or a package that it needs is missing.
+        InvalidLocationError: the filesystem or the engine does not take these options, or a package that it needs is
+            missing.
         StoreError: the filesystem could not be reached.
     """
     options = dict(storage_options or {})
@@ -40,6 +47,10 @@ def open_store(
             return LocalStore(location.path)
         if location.protocol == "memory":
             return MemoryStore(location.path, fs=fsspec.filesystem("memory", **options))
+        if engine == "obstore":
+            from dcp_storage.stores.obstore_store import open_obstore
+
+            return open_obstore(location, options, max_concurrency=max_concurrency, chained=chained)
         if location.protocol in ("s3", "s3a") and not chained:
             from dcp_storage.stores.s3 import open_s3
 
@@ -52,8 +63,9 @@ def open_store(
     except CheckpointError:
         raise
     except ImportError as error:
+        advice = " pip install 'dcp-storage[obstore]'." if error.name == "obstore" else ""
         raise InvalidLocationError(
-            f"{shown!r} cannot be opened, as a package is missing: {error}.", path=shown, cause=error
+            f"{shown!r} cannot be opened, as a package is missing: {error}.{advice}", path=shown, cause=error
         ) from error
     except (TypeError, ValueError) as error:
         raise InvalidLocationError(

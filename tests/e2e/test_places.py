@@ -72,7 +72,7 @@ def test_a_load_reports_what_it_did(place: Place) -> None:
     assert report.bytes_needed + files[".manifest"] <= report.bytes_read <= sum(files.values()) + 64 * 1024
     assert report.commit == 1
     assert report.requests >= 4
-    assert set(report.seconds) == {"metadata", "sizes", "read"}
+    assert set(report.seconds) == {"metadata", "plan", "sizes", "read"}
 
 
 def test_a_pathlike_is_a_place(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def load_all(rank: int, world: int, url: str, options: dict[str, Any], saved: li
 LAYOUTS = ["rows", "columns", "copies", "rows+columns", "copies+rows"]
 
 
-@pytest.mark.parametrize("kind", ["local", "moto"])
+@pytest.mark.parametrize("kind", ["local", pytest.param("moto", marks=pytest.mark.slow)])
 def test_four_ranks_to_four_two_three_and_one(request: pytest.FixtureRequest, ranks: RankPool, kind: str) -> None:
     """Every layout on four ranks loads into every layout on 4, 2, 3 and 1 ranks, each element by its formula."""
     place = place_of(request, kind)

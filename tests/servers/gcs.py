@@ -165,7 +165,7 @@ class _Handler(BaseHTTPRequestHandler):
             reply = Reply(hook.status, dict(hook.headers), hook.body)
         self._send(reply, cut=kind == "cut reply")
 
-    do_GET = do_PUT = do_POST = do_DELETE = do_PATCH = handle_any  # noqa: N815 - the names http.server wants
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = do_PATCH = handle_any  # noqa: N815 - the names http.server wants
 
     def _send(self, reply: Reply, *, cut: bool) -> None:
         self.send_response_only(reply.status)
@@ -177,7 +177,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.close_connection:
             self.send_header("Connection", "close")
         self.end_headers()
-        self.wfile.write(reply.body[: len(reply.body) // 2] if cut else reply.body)
+        if self.command != "HEAD":
+            self.wfile.write(reply.body[: len(reply.body) // 2] if cut else reply.body)
 
     def _body(self, share: float) -> tuple[bytes, bool]:
         """The body, or this share of it, and whether it is all."""

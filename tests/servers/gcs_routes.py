@@ -16,6 +16,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from tests.servers.gcs_listing import list_objects
 from tests.servers.gcs_objects import Bucket, Refusal, StoredObject, World, check_hashes, check_live
 from tests.servers.gcs_resumable import Resumable
+from tests.servers.gcs_xml import XML_PATH, get_object, put_object
 
 __all__ = ["Api", "Call", "Reply"]
 
@@ -101,6 +102,7 @@ class Api:
             ("POST", rf"/storage/v1{item}/copyTo{other}", self._copy),
             ("POST", rf"/storage/v1{item}/rewriteTo{other}", self._rewrite),
             ("POST", r"/batch/storage/v1", self._batch),
+            ("GET|HEAD|PUT", XML_PATH, self._xml),
         ]
 
     def answer(self, call: Call) -> Reply:
@@ -128,6 +130,11 @@ class Api:
                     raise Refusal(400, "The body broke off.")
                 return work(call, **{key: unquote(value) for key, value in match.groupdict().items()})
         raise Refusal(405 if known else 404, "Not Found")
+
+    def _xml(self, call: Call, bucket: str, name: str) -> Reply:
+        if call.method == "PUT":
+            return Reply(*put_object(self.world, bucket, name, call.headers, call.body))
+        return Reply(*get_object(self.world, bucket, name, call.headers))
 
     # -- buckets
 

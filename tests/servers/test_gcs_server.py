@@ -21,6 +21,8 @@ from gcsfs.core import GCSFileSystem
 
 from tests.servers.gcs import GcsServer, Hook, gcs_server
 
+pytestmark = pytest.mark.leaves_uploads("the server itself is tested: sessions are begun to see what it says of them")
+
 KIB_256 = 256 * 1024
 MIB = 1024 * 1024
 

@@ -170,6 +170,7 @@ class TestListing:
         assert folder.keys() == ["top"]
         assert [e.name for e in store.entries()] == ["top"]
 
+    @pytest.mark.slow
     def test_more_than_a_page(self, folder: Folder) -> None:
         """1,100 objects, more than one page of 1,000, are all listed."""
         store = folder.open()
@@ -178,6 +179,7 @@ class TestListing:
             list(pool.map(lambda name: store.put(name, pieces(b"1")), names))
         assert sorted(e.name for e in store.entries()) == names
 
+    @pytest.mark.slow
     def test_more_than_a_page_of_folders(self, folder: Folder) -> None:
         """1,100 sub-folders, more than one page of 1,000, are each listed once, those with odd keys left out."""
         names = [f"step-{i:04d}" for i in range(1100)]

@@ -62,7 +62,7 @@ PARALLEL = ["strided@4x2", "grid@4x2", "strided@1x8", "grid@1x8"]
         (2, {1: None}, 6 * 4),
         (3, {2: None}, 6 * 6),
         (4, {3: None}, 10 * 6),
-        (8, {4: None, 8: PARALLEL}, 18 * 10 + 18 * 4),
+        pytest.param(8, {4: None, 8: PARALLEL}, 18 * 10 + 18 * 4, marks=pytest.mark.slow),
     ],
 )
 def test_each_layout_is_saved_once_and_loaded_once(
@@ -76,7 +76,10 @@ def test_each_layout_is_saved_once_and_loaded_once(
 
 @pytest.mark.parametrize(
     ("source", "loads", "cells"),
-    [(4, {8: ["strided@4x2"], 1: ["plain"]}, 20), pytest.param(3, {4: ["grid@2x2"]}, 6, marks=pytest.mark.slow)],
+    [
+        pytest.param(4, {8: ["strided@4x2"], 1: ["plain"]}, 20, marks=pytest.mark.slow),
+        pytest.param(3, {4: ["grid@2x2"]}, 6, marks=pytest.mark.slow),
+    ],
 )
 def test_a_spread_on_s3(
     request: pytest.FixtureRequest, ranks: RankPool, total: Tally, source: int, loads: Loads, cells: int

@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 
+from dcp_storage import codec
 from tests.e2e import Place
 
 __all__ = ["on_device", "rewritten", "swapped", "with_record"]
@@ -24,7 +25,9 @@ def on_device(tag: str) -> Iterator[None]:
     """While it lasts, ``torch.save`` writes of every storage that it lay on the device ``tag``."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.serialization, "location_tag", lambda storage: tag)
+        codec._frame.cache_clear()  # it remembers what surrounds a tensor, and that names the device
         yield
+    codec._frame.cache_clear()
 
 
 def rewritten(state: dict[str, Any], place: Place, change: Callable[[str, bytes], bytes]) -> None:
