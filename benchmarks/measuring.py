@@ -34,7 +34,6 @@ class Case:
         endpoint: the server's URL.
         options: of ours.
         label: how the row is called; the subject by default.
-        ranks: processes, each with a state of its own.
     """
 
     subject: str
@@ -44,7 +43,6 @@ class Case:
     endpoint: str = ""
     options: dict[str, int] = field(default_factory=dict)
     label: str = ""
-    ranks: int = 1
 
 
 @dataclass
@@ -153,15 +151,13 @@ def serving(*arguments: str) -> Iterator[tuple[str, int]]:
 @contextlib.contextmanager
 def shaped(url: str, shape: Shape) -> Iterator[str]:
     """The server behind a link of this shape; gives the URL to use."""
-    with serving("proxy", url, str(shape.latency), str(shape.rate)) as (proxied, _):
+    total = [] if shape.total_rate is None else [str(shape.total_rate)]
+    with serving("proxy", url, str(shape.latency), str(shape.rate), *total) as (proxied, _):
         yield proxied
 
 
 def _once(case: Case) -> dict[str, Any]:
-    launch = ["-W", "ignore"]
-    if case.ranks > 1:
-        launch += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.ranks)]
-    command = [sys.executable, *launch, "-m", "benchmarks.worker", case.subject, case.action]
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.worker", case.subject, case.action]
     command += ["--state", case.state, "--url", case.url, "--endpoint", case.endpoint]
     command += ["--options", json.dumps(case.options)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=LIMIT)

@@ -19,6 +19,8 @@ def draw(settings: dict[str, Rows], folder: Path) -> None:
 
     disk = {row["action"]: row["gb_per_s"] for row in settings.get("local", []) if row["subject"] == "ours"}
     for name, rows in settings.items():
+        if not rows:
+            continue
         figure, axes = plt.subplots(1, 2, figsize=(10, 3.2), layout="constrained")
         for axis, action in zip(axes, ("save", "load"), strict=True):
             chosen = [row for row in rows if row["action"] == action]

@@ -12,18 +12,19 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """``proxy URL LATENCY RATE``, or ``gcs BUCKET``."""
+    """``proxy URL LATENCY RATE [TOTAL RATE]``, or ``gcs BUCKET``."""
     parser = argparse.ArgumentParser(description=__doc__)
     kinds = parser.add_subparsers(dest="kind", required=True)
     proxy = kinds.add_parser("proxy")
     proxy.add_argument("url")
     proxy.add_argument("latency", type=float)
     proxy.add_argument("rate", type=float)
+    proxy.add_argument("total_rate", type=float, nargs="?")
     gcs = kinds.add_parser("gcs")
     gcs.add_argument("bucket")
     options = parser.parse_args()
     if options.kind == "proxy":
-        with Proxy(options.url, Shape(options.latency, options.rate)) as shaped:
+        with Proxy(options.url, Shape(options.latency, options.rate, options.total_rate)) as shaped:
             print(shaped.url, flush=True)
             signal.pause()
     os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"

@@ -155,7 +155,34 @@ def small(scale: Scale) -> list[Figure]:
             disk = ("ours", "torch FileSystem")
             for case in _both(disk, "small", lambda subject: f"{folder}/{subject.replace(' ', '_')}", ""):
                 cases.append(Case(case.subject, case.action, "small", case.url, label=f"{case.subject}, disk"))
+            files = {"shard_size": 60_000}  # about a thousand files
+            for action in ("save", "load"):
+                cases.append(
+                    Case(
+                        "ours",
+                        action,
+                        "small",
+                        f"{folder}/files",
+                        "",
+                        files if action == "save" else {},
+                        "ours, 1,000 files",
+                    )
+                )
             return interleaved(cases, scale.rounds)
+    finally:
+        server.close()
+
+
+def large(scale: Scale) -> list[Figure]:
+    """One tensor of 8 GB: local disk, and S3 on the light server; needs 20 GB of memory. Only with --full."""
+    if not scale.full:
+        return []
+    server = LightServer("bench")
+    try:
+        with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DISK")) as folder:
+            cases = _both(("ours",), "one-8gb", _in_bucket("s3"), server.url)
+            cases += [Case("ours", c.action, c.state, f"{folder}/ours", label="ours, disk") for c in cases]
+            return interleaved(cases, 1)
     finally:
         server.close()
 
@@ -169,4 +196,5 @@ SETTINGS: dict[str, Callable[[Scale], list[Figure]]] = {
     "s3_ranks": s3_ranks,
     "gcs_shaped": gcs_shaped,
     "small": small,
+    "large": large,
 }

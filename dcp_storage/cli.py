@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -92,16 +93,35 @@ def _run(as_json: bool, work: Callable[[], Report], code: Callable[[Any], int]) 
             text = f"There is no key {error.args[0]!r} in this checkpoint; show without a key lists them."
         if as_json:
             said = {name: getattr(error, name, None) for name in ("kind", "path", "key")}
-            sys.stdout.write(json.dumps({"ok": False, "exit_code": number, "error": {"message": text, **said}}) + "\n")
+            _print(json.dumps({"ok": False, "exit_code": number, "error": {"message": text, **said}}) + "\n", number)
         sys.stderr.write(f"{text}\n")
         raise typer.Exit(number) from error
     if as_json:
-        sys.stdout.write(json.dumps(report.to_dict()) + "\n")
+        _print(json.dumps(report.to_dict()) + "\n", code(report))
     else:
-        from dcp_storage.cli_text import show_report
+        from dcp_storage.cli_text import text_of
 
-        show_report(report)
+        _print(text_of(report), code(report))
     raise typer.Exit(code(report))
+
+
+def _print(text: str, number: int) -> None:
+    """Writes to standard output. Whoever stops reading, as ``head`` does, changes nothing of the exit code.
+
+    Raises:
+        typer.Exit: with :data:`USE`: it cannot be written to. What the command did is done all the same.
+    """
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        sys.stdout.flush()
+    except OSError as error:
+        # What is still in the buffer goes nowhere, or the interpreter would fail over it once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return
+        sys.stderr.write(f"Standard output cannot be written to: {error.strerror}. The exit code would be {number}.\n")
+        raise typer.Exit(USE) from error
 
 
 def _by_ok(report: Report) -> int:

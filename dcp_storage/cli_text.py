@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -21,14 +23,15 @@ from dcp_storage.tools.listing import Listing
 from dcp_storage.tools.prune import PruneReport
 from dcp_storage.tools.verify import Verification
 
-__all__ = ["say", "show_report"]
+__all__ = ["say", "text_of"]
 
 _WIDE = 200  # columns where the output is no terminal: nothing is cut for a width that nobody has
 
 
-def _console() -> Console:
-    console = Console(highlight=False, markup=False, emoji=False)
-    return console if console.is_terminal else Console(highlight=False, markup=False, emoji=False, width=_WIDE)
+def _console(out: io.StringIO) -> Console:
+    terminal = sys.stdout.isatty()
+    width = None if terminal else _WIDE
+    return Console(file=out, force_terminal=terminal, width=width, highlight=False, markup=False, emoji=False)
 
 
 def say(console: Console, text: str) -> None:
@@ -59,14 +62,16 @@ def _ago(modified: float | None) -> str:
     return f"{seconds:.0f} s"
 
 
-def show_report(report: Report) -> None:
-    """Prints a report of any tool to standard output."""
-    console = _console()
+def text_of(report: Report) -> str:
+    """A report of any tool as standard output shows it: in colour, and within its width, where that is a terminal."""
+    out = io.StringIO()
+    console = _console(out)
     for kind, show in _SHOWS:
         if isinstance(report, kind):
             show(console, report)
     for warning in report.warnings:
         say(console, f"warning: {warning}")
+    return out.getvalue()
 
 
 def _problems(console: Console, problems: Sequence[Problem]) -> None:

@@ -4,32 +4,33 @@ Every byte that this rank wants is in one *segment*, which it reads itself or re
 checked by whoever read it, put into all targets that want some of it, and sent to the other ranks that do. Segments
 come in any order. Receiving waits for nothing but the memory of other segments that are being received, which comes
 back as soon as they have been put in place; so every send comes to its end, so every read gives its memory back, and
-no two ranks can wait for each other (docs/design/006).
+no two ranks can wait for each other. Items that are of no use before they are whole are held back by those who read
+them, in one order on all ranks (docs/design/006).
 """
 
 from __future__ import annotations
 
-import bisect
 import functools
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from dcp_storage.budget import Budget
 from dcp_storage.errors import CheckpointError, portable
 from dcp_storage.exchange_links import Links
+from dcp_storage.exchange_memory import Spare, Window
 from dcp_storage.exchange_plan import Segment
 from dcp_storage.exchange_rounds import Meeting
+from dcp_storage.exchange_wants import Item, item_of, spread
 from dcp_storage.fetching import fetch
 from dcp_storage.load import Counters, Wanted
-from dcp_storage.placing import Check, check_blocks, dtype_of, product
+from dcp_storage.placing import Check, check_blocks
 from dcp_storage.plan import Coalescer, Extent, Request
 from dcp_storage.records import ItemRecord
-from dcp_storage.scattering import Box, extents
 from dcp_storage.store import Store
 
 __all__ = ["Limits", "Sharing"]
@@ -42,7 +43,8 @@ class Limits:
     """How much of a rank's means an exchange may use.
 
     Attributes:
-        budget: bytes of segments that are held at once, half of them for those that are received.
+        budget: bytes that are held at once: up to half of them for items that are held until they are whole, of the
+            rest one half for segments that are read, the other for those that are received.
         part_size: bytes of one ranged read, at most.
         max_gap: bytes thrown away to save a request, at most.
         max_concurrency: requests at once.
@@ -52,25 +54,6 @@ class Limits:
     part_size: int
     max_gap: int
     max_concurrency: int
-
-
-@dataclass
-class _Item:
-    """A wanted item while its bytes come in."""
-
-    wanted: Wanted
-    box: Box | None
-    left: int = 0
-    whole: bytearray = field(default_factory=bytearray)
-
-
-@dataclass(frozen=True)
-class _Portion:
-    """What one item wants of one segment: its bytes from ``start`` to ``stop`` in the file."""
-
-    item: _Item
-    start: int
-    stop: int
 
 
 @dataclass
@@ -122,16 +105,19 @@ class Sharing:
         self._check = check
         self._received = received
         self._lock = threading.Lock()
-        self._finished: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
         self._failed = threading.Event()
-        self._reading = Budget(max(limits.budget // 2, 1))
-        self._receiving = Budget(max(limits.budget // 2, 1))
-        self._spare: dict[int, list[bytearray]] = {}  # used again: fresh pages cost more than the copy into them
-        self._spared = 0
+        self._spare = Spare(min(limits.budget // 8, _SPARE))
         self._links: Links | None = None
-        self._items = [self._item(each) for each in wanted]
-        self._portions: dict[int, list[_Portion]] = {number: [] for number in self._segments}
-        self._spread()
+        self._items = [item_of(each) for each in wanted]
+        self._left = len(self._items)
+        counters.bytes_needed += sum(item.needed for item in self._items)
+        self._portions, held = spread(self._items, segments, files, max_gap=limits.max_gap, path=store.url)
+        room = min(sum(item.size for item in held), limits.budget // 2)
+        self._window = Window(held, room)
+        self._limits_of: dict[int, int] = {}  # what the other ranks allow; nothing before they have said so
+        self._reading = Budget(max((limits.budget - room) // 2, 1))
+        self._receiving = Budget(max((limits.budget - room) // 2, 1))
 
     def run(self, meeting: Meeting) -> None:
         """Reads, receives and sends; returns when all ranks that this one exchanges with are done, too.
@@ -146,6 +132,7 @@ class Sharing:
         peers |= set(range(meeting.size)) if meeting.rank == 0 else {0}
         self._links = links = Links(meeting, sorted(peers - {meeting.rank}), self, self._stop)
         links.start()
+        links.tell(self._window.limit)
         with ThreadPoolExecutor(self._limits.max_concurrency, thread_name_prefix="dcp_storage-load") as pool:
             try:
                 self._work(pool, links)
@@ -168,59 +155,18 @@ class Sharing:
                 kind="peer",
             )
 
-    # -- before --
-
-    def _item(self, wanted: Wanted) -> _Item:
-        record = wanted.item
-        if wanted.target is None or wanted.offsets is None or wanted.lengths is None or record.shape is None:
-            self._counters.bytes_needed += record.payload_length
-            return _Item(wanted, None)
-        self._counters.bytes_needed += product(wanted.lengths) * dtype_of(record).itemsize
-        return _Item(wanted, Box(record, wanted.target(), wanted.offsets, wanted.lengths))
-
-    def _spread(self) -> None:
-        """Notes for each segment who wants what of it."""
-        names = {name: number for number, name in enumerate(self._files)}
-        rows: dict[int, list[Segment]] = {}
-        for segment in sorted(self._segments.values(), key=lambda s: (s.file, s.start)):
-            rows.setdefault(segment.file, []).append(segment)
-        starts = {file: [segment.start for segment in row] for file, row in rows.items()}
-        for item in self._items:
-            offsets = None if item.box is None else item.wanted.offsets
-            file = names[item.wanted.file]
-            for start, stop in extents(item.wanted.item, offsets, item.wanted.lengths, self._limits.max_gap):
-                item.left += stop - start
-                at = start
-                row = rows.get(file, [])
-                for segment in row[max(bisect.bisect_right(starts.get(file, []), start) - 1, 0) :]:
-                    if segment.start > at or at >= stop:
-                        break
-                    if segment.stop > at:
-                        portion = _Portion(item, at, min(stop, segment.stop))
-                        self._portions[segment.number].append(portion)
-                        at = portion.stop
-                if at < stop:
-                    raise CheckpointError(
-                        f"{self._store.url}: the shared plan gives this rank no bytes from {at} on of "
-                        f"{item.wanted.file}, which its own plan wants: a planner changed it after it was shared.",
-                        path=self._store.url,
-                        key=item.wanted.item.key,
-                        kind="planner",
-                    )
-
     # -- on the hook's thread --
 
     def _work(self, pool: ThreadPoolExecutor, links: Links) -> None:
-        left = len(self._items)
         for item in self._items:
             if not item.left:
                 self._finished.put(item)
         futures: list[Future[None]] = []
         slots = threading.BoundedSemaphore(2 * self._limits.max_concurrency)
-        for request in self._requests():
+        for request in self._requests(links):
             size = request.stop - request.start
             while not self._failed.is_set() and not self._reading.try_acquire(size):
-                left -= self._deliver()
+                self._deliver(links)
                 self._reading.wait(size, lambda: self._failed.is_set() or not self._finished.empty())
             slots.acquire()
             if self._failed.is_set():
@@ -228,19 +174,28 @@ class Sharing:
             future = pool.submit(self._read, request, links)
             future.add_done_callback(lambda _: slots.release())
             futures.append(future)
-            left -= self._deliver()
-        while left and not self._failed.is_set():
-            left -= self._deliver(wait=True)
+            self._deliver(links)
+        while self._left and not self._failed.is_set():
+            self._deliver(links, wait=True)
         for future in futures:
             future.exception()
         for future in futures:
             future.result()
 
-    def _requests(self) -> Iterator[Request[Segment]]:
+    def _requests(self, links: Links) -> Iterator[Request[Segment]]:
+        """What is to be read, in order, each as soon as this rank and all who get some of it can take it."""
         most = max(min(self._limits.part_size, self._limits.budget // 4), 1)
         joiner: Coalescer[Segment] = Coalescer(self._limits.max_gap, most)
         mine = sorted((s for s in self._segments.values() if s.owner == self._rank), key=lambda s: s.number)
         for segment in mine:
+            if not self._may_come(segment):
+                done = joiner.flush()  # somebody may be waiting for what is not on its way yet
+                if done is not None:
+                    yield done
+                while not self._may_come(segment):
+                    if self._failed.is_set():
+                        return
+                    self._deliver(links, wait=True)
             done = joiner.add(Extent(self._files[segment.file], segment.start, segment.stop, segment))
             if done is not None:
                 yield done
@@ -248,20 +203,26 @@ class Sharing:
         if last is not None:
             yield last
 
-    def _deliver(self, *, wait: bool = False) -> int:
-        """Tells the planner of every item that is complete; how many there were."""
-        count = 0
+    def _may_come(self, segment: Segment) -> bool:
+        limits = [self._window.limit, *(self._limits_of.get(peer, 0) for peer in segment.takers)]
+        return segment.number < min(limits)
+
+    def _deliver(self, links: Links, *, wait: bool = False) -> None:
+        """Tells the planner of every item that is complete; with ``wait`` there is one, or something else is new."""
         while True:
             try:
-                item = self._finished.get(block=wait and not count)
+                item = self._finished.get(block=wait)
             except queue.Empty:
-                return count
-            if item is None:  # something failed
-                return count
+                return
+            if item is None:  # something failed, or another rank takes more
+                return
+            wait = False
+            self._left -= 1
             result: torch.Tensor | memoryview = memoryview(item.whole) if item.box is None else item.box.target
             item.wanted.done(result)
             item.whole = bytearray()
-            count += 1
+            if item.box is None and self._window.free(item.wanted.item.payload_length):
+                links.tell(self._window.limit)
 
     # -- on the pool --
 
@@ -269,7 +230,7 @@ class Sharing:
         try:
             if self._failed.is_set():
                 return
-            read = _Read(request, len(request.extents), self._memory(request.stop - request.start))
+            read = _Read(request, len(request.extents), self._spare.take(request.stop - request.start))
             memory = memoryview(read.memory)
             self._fetch(request.file, request.start, memory, request.extents[0].owner)
             for extent in request.extents:
@@ -292,22 +253,8 @@ class Sharing:
             read.held_by -= 1
             last = not read.held_by
         if last:
-            self._keep(read.memory)
+            self._spare.keep(read.memory)
             self._reading.release(read.request.stop - read.request.start)
-
-    def _memory(self, size: int) -> bytearray:
-        with self._lock:
-            row = self._spare.get(size)
-            if row:
-                self._spared -= size
-                return row.pop()
-        return bytearray(size)
-
-    def _keep(self, memory: bytearray) -> None:
-        with self._lock:
-            if self._spared + len(memory) <= min(self._limits.budget // 8, _SPARE):
-                self._spared += len(memory)
-                self._spare.setdefault(len(memory), []).append(memory)
 
     def _fetch(self, file: str, offset: int, memory: memoryview, segment: Segment) -> None:
         portions = self._portions[segment.number]
@@ -345,7 +292,7 @@ class Sharing:
         """Memory for a segment that another rank sends."""
         while not self._receiving.try_acquire(size):
             self._receiving.wait(size, lambda: False)
-        return memoryview(self._memory(size))
+        return memoryview(self._spare.take(size))
 
     def arrived(self, number: int, run: memoryview) -> None:
         """A segment from another rank is in its memory."""
@@ -365,8 +312,13 @@ class Sharing:
                 self._links.fail(portable(error, "read_data", path=self._store.url))
         finally:
             if isinstance(run.obj, bytearray):
-                self._keep(run.obj)
+                self._spare.keep(run.obj)
             self._receiving.release(run.nbytes)
+
+    def allowed(self, peer: int, limit: int) -> None:
+        """Another rank takes segments with lower numbers than this."""
+        self._limits_of[peer] = limit
+        self._finished.put(None)
 
     def _put(self, segment: Segment, run: memoryview) -> None:
         for portion in self._portions[segment.number]:

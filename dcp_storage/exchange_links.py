@@ -1,9 +1,10 @@
 """One line to each rank that a load exchanges bytes with: threads that send, listen, and tell who failed.
 
-Between two ranks there is a line in each direction. On it come messages with bytes, a sign of life now and then, and
-in the end one last message, which says that the sender is done, or which rank has failed. A rank listens until the last
-message, also when it has failed itself: so no sender ever waits for somebody who has stopped listening, every rank
-hears of a failure, and nothing is left in the group. docs/design/006 has the argument.
+Between two ranks there is a line in each direction. On it come messages with bytes, how much more may be sent the
+other way, a sign of life now and then, and in the end one last message, which says that the sender is done, or which
+rank has failed. A rank listens until the last message, also when it has failed itself: so no sender ever waits for
+somebody who has stopped listening, every rank hears of a failure, and nothing is left in the group. docs/design/006 has
+the argument.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dcp_storage.exchange_wire import Wire, WireError
 __all__ = ["Failure", "Links", "Sink"]
 
 _HEAD = struct.Struct("<qqq")
-_BEAT, _DATA, _LAST = 0, 1, 2
+_BEAT, _DATA, _LAST, _LIMIT = 0, 1, 2, 3
 _PATIENCE = 1.5  # a silent rank is named after one deadline; this long until its line is given up, closing all others
 
 
@@ -36,6 +37,9 @@ class Sink(Protocol):
 
     def arrived(self, number: int, run: memoryview) -> None:
         """The segment is in the memory that :meth:`room` gave."""
+
+    def allowed(self, peer: int, limit: int) -> None:
+        """Another rank takes segments with lower numbers than this from now on."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class _Task:
+    kind: int
     number: int
     run: memoryview
     sent: Callable[[], None]
@@ -95,6 +100,11 @@ class Links:
         for thread in (*self._threads, self._watcher):
             thread.start()
 
+    def tell(self, limit: int) -> None:
+        """Tells all others that this rank takes segments with lower numbers than this."""
+        for peer in self._queues:
+            self._put(peer, _Task(_LIMIT, limit, memoryview(b""), lambda: None))
+
     def send(self, peer: int, number: int, run: memoryview, sent: Callable[[], None]) -> None:
         """Sends a segment when its turn comes.
 
@@ -104,12 +114,15 @@ class Links:
             run: its bytes, unchanged until ``sent``.
             sent: called once, on any thread, when they are not needed any more, whatever became of them.
         """
+        self._put(peer, _Task(_DATA, number, run, sent))
+
+    def _put(self, peer: int, task: _Task) -> None:
         with self._lock:
             ended = peer in self._ended
             if not ended:
-                self._queues[peer].put(_Task(number, run, sent))
+                self._queues[peer].put(task)
         if ended:
-            sent()
+            task.sent()
 
     def fail(self, error: CheckpointError) -> None:
         """This rank cannot go on: all others are told. Only the first failure counts."""
@@ -143,6 +156,8 @@ class Links:
                     run = self._sink.room(number, size)
                     self._receive(peer, run)
                     self._sink.arrived(number, run)
+                elif kind == _LIMIT:
+                    self._sink.allowed(peer, number)
                 elif kind == _LAST:
                     if size:
                         told = bytearray(size)
@@ -172,7 +187,7 @@ class Links:
                 if task is None:
                     break
                 if self.failure is None:
-                    self._say(peer, _DATA, task.number, task.run.nbytes)
+                    self._say(peer, task.kind, task.number, task.run.nbytes)
                     self._wire.send(peer, task.run)
                 task.sent()
                 task = None

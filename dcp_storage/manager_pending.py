@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -10,9 +11,40 @@ from typing import Protocol
 
 from dcp_storage.errors import portable
 from dcp_storage.options import SaveReport
+from dcp_storage.state_async import at_exit
 from dcp_storage.state_ranks import Ranks
 
 __all__ = ["Background", "PendingSave", "SaveHandle"]
+
+
+class _UnderWay:
+    """The threads of all saves under way in this process, which the interpreter's end waits for.
+
+    It must wait before the executors of ``concurrent.futures`` are closed: deleting what need not be kept takes some.
+    A thread that is no daemon is waited for only after that. There is one object of it in a process, since the
+    interpreter's end is one for all, and a manager may be gone by then.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._threads: set[threading.Thread] = set()
+        self._pid: int | None = None
+
+    def add(self, thread: threading.Thread) -> None:
+        """Has the interpreter's end wait for this thread too."""
+        with self._lock:
+            if self._pid != os.getpid():  # the threads of a parent are not here
+                self._threads, self._pid = set(), os.getpid()
+                at_exit(self._wait)
+            self._threads = {each for each in self._threads if each.is_alive()} | {thread}
+
+    def _wait(self) -> None:
+        if self._pid == os.getpid():
+            for thread in self._threads:
+                thread.join()
+
+
+_UNDER_WAY = _UnderWay()
 
 
 class SaveHandle(Protocol):
@@ -45,9 +77,9 @@ class PendingSave:
         self._report = SaveReport(url)
         self._error: BaseException | None = None
         atexit.register(self._show)
-        # Not a daemon: a program that ends now would otherwise leave steps that should have been deleted.
-        self._thread = threading.Thread(target=self._follow, name=f"save of step {step}", daemon=False)
+        self._thread = threading.Thread(target=self._follow, name=f"save of step {step}", daemon=True)
         self._thread.start()
+        _UNDER_WAY.add(self._thread)
 
     @property
     def done(self) -> bool:

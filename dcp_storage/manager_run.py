@@ -140,7 +140,9 @@ class RunKeeper:
     def _retain(self, rule: Rule) -> list[Problem]:
         run = Run(self.folder)
         named = [(step, name) for step, names_of in run.folders().items() for name in names_of]
-        self._over = {name: until for name, until in self._over.items() if (name in {n for _, n in named})}
+        # A step that was deleted and is saved again, as after going back to an older one, is not over any more.
+        there = {name for step, name in named if step not in rule.keep}
+        self._over = {name: until for name, until in self._over.items() if name in there}
         todo = [each for each in reversed(named) if each[1] not in self._over]
         looks: list[StepFolder] = []
         newest: set[int] = set()

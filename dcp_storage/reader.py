@@ -7,7 +7,7 @@ import functools
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch.distributed as dist
 from fsspec.callbacks import Callback
@@ -27,7 +27,7 @@ from dcp_storage.errors import (
 )
 from dcp_storage.exchange import Limits, Sharing
 from dcp_storage.exchange_metadata import Heard, read_together
-from dcp_storage.exchange_rounds import agree, check_group, meet, named
+from dcp_storage.exchange_rounds import Meeting, agree, check_group, meet, named
 from dcp_storage.filling import Finish, resolve
 from dcp_storage.options import KIB, LoadOptions, LoadReport
 from dcp_storage.peeking import look_inside
@@ -197,7 +197,7 @@ class FsspecStorageReader(StorageReader):
                 self._steps.check_sizes(current.store_of().store, checkpoint, files)
                 files = set()
             offer = None
-            if current.meeting is not None and all(current.meeting.said):
+            if self._shares(current.meeting):
                 ranges = ranges_of(plan.items, current.record_of, self._gap(current))
                 offer = Offer(current.meeting.token, current.meeting.rank, current.meeting.size, ranges)
             seen = Seen(checkpoint.number, checkpoint.identity, tuple(sorted(files)), offer)
@@ -283,6 +283,10 @@ class FsspecStorageReader(StorageReader):
         counters.bytes_read = heard.bytes_read
         return checkpoint
 
+    def _shares(self, meeting: Meeting | None) -> TypeGuard[Meeting]:
+        """Whether all ranks asked for it, and nobody has thought better of it, as ``DCP.load`` may on all of them."""
+        return self.options.share_reads and meeting is not None and all(meeting.said)
+
     def _gap(self, current: Load) -> int:
         return gap_of(remote=current.store_of().store.remote, max_gap=self.options.max_gap)
 
@@ -317,7 +321,7 @@ class FsspecStorageReader(StorageReader):
     ) -> bool:
         """Reads what is wanted together with the other ranks; False where that is not to be."""
         meeting, answer, report = current.meeting, plan.storage_data, current.report
-        if meeting is None or not all(meeting.said):
+        if not self._shares(meeting):
             return False
         limits = Limits(
             budget=self.options.memory_budget,

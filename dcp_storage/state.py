@@ -251,8 +251,8 @@ class DCP:
         if ranks.world == 1 or not (remote or options.share_reads):
             return load_state(ranks, state, reader(False, None), planner, **how)
         with cpu_group(ranks) as group:
-            first = reader(options.share_reads, group)
-            sharing = None if options.share_reads else Sharing(ranks, remote, lambda: reader(True, group))
+            first = reader(True, group)
+            sharing = None if options.share_reads else Sharing(ranks, remote, first)
             return load_state(ranks, state, first, planner, sharing=sharing, **how)
 
 

@@ -7,18 +7,18 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from dcp_storage.errors import CheckpointError
+from dcp_storage.errors import CheckpointError, portable
 from dcp_storage.options import SaveReport
-from dcp_storage.state_ranks import Ranks
+from dcp_storage.state_ranks import Ranks, unwrapped
 from dcp_storage.state_save import Leaf
 from dcp_storage.state_staging import Buffers
 
-__all__ = ["AsyncSave", "IfBusy", "Savers"]
+__all__ = ["AsyncSave", "IfBusy", "Savers", "at_exit"]
 
 IfBusy = Literal["wait", "skip"]
 """What to do where as many saves are in flight as may be: wait for the oldest, or leave this save out."""
@@ -78,9 +78,12 @@ class AsyncSave:
         self._report, self._error = report, error
         self._ended.set()
 
+    def _is_untold(self) -> bool:
+        return self.done and not self._told and self._error is not None
+
     def _untold(self) -> BaseException | None:
         """The error that nobody has seen yet; from now on somebody has."""
-        if not self.done or self._told:
+        if not self._is_untold():
             return None
         self._told = True
         return self._error
@@ -104,6 +107,8 @@ class _Saver:
         self._control = self._own_ranks()
         self._slots: list[_Slot] = []
         self._turn = 0
+        self._lock = threading.Lock()
+        self.left: list[AsyncSave] = []  # saves of a group that is gone, whose errors nobody has asked for
 
     def _own_ranks(self) -> Ranks:
         """The same ranks with a gloo group of their own: no collective of ours meets one of the training's."""
@@ -115,25 +120,28 @@ class _Saver:
         return Ranks(ranks.rank, ranks.world, group, False)
 
     def handles(self) -> Iterator[AsyncSave]:
-        return (slot.handle for slot in self._slots if slot.handle is not None)
+        yield from self.left
+        yield from (slot.handle for slot in self._slots if slot.handle is not None)
 
     def save(
         self, path: str | None, collect: Callable[[], list[Leaf]], write: Write, max_in_flight: int, if_busy: IfBusy
     ) -> AsyncSave:
-        for handle in self.handles():
-            error = handle._untold()
-            if error is not None:
-                raise error
+        with self._lock:  # two threads would copy into the same memory
+            return self._save(path, collect, write, max_in_flight, if_busy)
+
+    def _save(
+        self, path: str | None, collect: Callable[[], list[Leaf]], write: Write, max_in_flight: int, if_busy: IfBusy
+    ) -> AsyncSave:
         while len(self._slots) < max_in_flight:
             self._slots.append(_Slot(self._own_ranks()))
         slot = min(self._slots[:max_in_flight], key=lambda slot: slot.turn)  # the oldest, the same on every rank
-        if if_busy == "skip" and self._busy(slot):
-            return AsyncSave(path, skipped=True)
-        if slot.handle is not None:
+        if if_busy == "wait" and slot.handle is not None:
             slot.handle._ended.wait()
-            error = slot.handle._untold()
-            if error is not None:
-                raise error
+        busy, failed = self._look(slot)
+        if failed:
+            self._raise_untold()
+        if busy:
+            return AsyncSave(path, skipped=True)
         self._turn += 1
         slot.turn = self._turn
         handle = slot.handle = AsyncSave(path)
@@ -153,12 +161,37 @@ class _Saver:
             ).start()
         return handle
 
-    def _busy(self, slot: _Slot) -> bool:
-        """Whether the slot is taken on any rank: all have to come to the same answer."""
-        busy = torch.tensor([slot.handle is not None and not slot.handle.done], dtype=torch.uint8)
+    def _look(self, slot: _Slot) -> tuple[bool, bool]:
+        """Whether the slot is taken on any rank, and whether any rank has an error to raise.
+
+        All ranks have to come to the same answer: one that raised or skipped alone would have its next save meet
+        another save of the others, and what they write together would be a mixture of two states.
+        """
+        busy = slot.handle is not None and not slot.handle.done
+        failed = any(handle._is_untold() for handle in self.handles())
+        found = torch.tensor([busy, failed], dtype=torch.uint8)
         if not self._control.alone:
-            dist.all_reduce(busy, op=dist.ReduceOp.MAX, group=self._control.group)
-        return bool(busy.item())
+            with unwrapped(self._control, "Looking at the saves in flight", None):
+                dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._control.group)
+        return bool(found[0].item()), bool(found[1].item())
+
+    def _raise_untold(self) -> NoReturn:
+        """Raises an error that some rank's caller has not seen, on every rank; this rank's own if there is one."""
+        mine = [(handle, handle._untold()) for handle in self.handles()]
+        self.left = []
+        turns = {slot.turn for slot in self._slots for handle, error in mine if error and slot.handle is handle}
+        error = next((error for _, error in mine if error), None)
+        told = self._control.gather((turns, None if error is None else _sendable(error)))
+        failed: set[int] = set().union(*(numbers for numbers, _ in told))
+        for slot in self._slots:
+            if slot.turn in failed and slot.handle is not None:  # it is ending on this rank, too: raised once
+                slot.handle._ended.wait()
+                slot.handle._told = True
+        raise error or next(sent for _, sent in told if sent is not None)
+
+
+def _sendable(error: BaseException) -> BaseException:
+    return portable(error, "Saving") if isinstance(error, Exception) else error
 
 
 def _run(handle: AsyncSave, ranks: Ranks, leaves: list[Leaf], failure: BaseException | None, write: Write) -> None:
@@ -190,14 +223,15 @@ class Savers:
         with self._lock:
             if self._pid != os.getpid():  # the threads of a parent are not here
                 self._savers, self._pid = {}, os.getpid()
-                _at_exit(self.finish)
+                at_exit(self.finish)
             key: Any = None if ranks.alone else (dist.group.WORLD, ranks.group)
             gone = [k for k in self._savers if k is not None and k[0] is not dist.group.WORLD]
-            for old in gone:  # of a default group that was destroyed
-                if all(handle.done for handle in self._savers[old].handles()):
-                    del self._savers[old]
             if key not in self._savers:
                 self._savers[key] = _Saver(ranks)
+            for old in gone:  # of a default group that was destroyed
+                if all(handle.done for handle in self._savers[old].handles()):
+                    left = [handle for handle in self._savers.pop(old).handles() if handle._is_untold()]
+                    self._savers[key].left += left
             return self._savers[key]
 
     def finish(self) -> None:
@@ -214,8 +248,8 @@ class Savers:
                     sys.stderr.write(f"dcp_storage: {lost}\n")
 
 
-def _at_exit(call: Callable[[], None]) -> None:
-    """Calls it when the main thread has ended, while threads can still be started.
+def at_exit(call: Callable[[], None]) -> None:
+    """Calls it when the main thread has ended, while threads and executors can still be started.
 
     ``atexit`` comes too late for that: executors take no work by then, and a save needs some. Handlers registered
     here run last first, so this one before that of ``concurrent.futures``, which was imported earlier.

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.storage import StorageReader
 
-from dcp_storage.errors import IncompatibleCheckpointError, portable
+from dcp_storage.errors import CheckpointError, IncompatibleCheckpointError, portable
 from dcp_storage.options import LoadReport
 from dcp_storage.state_findings import Findings, Wish
 from dcp_storage.state_keys import KeyChoice
@@ -115,14 +115,15 @@ def load_state(
         lambda: load.hold(source, ranks, path),
         plain=(TypeError, ValueError),
     )
+    if sharing is not None:
+        sharing.decide(False)  # the few objects that are asked for first are not worth it
     if any(one.asks for one in told):
         told = _ask(ranks, load, source, planner, path)
     unexpected = _unexpected(told)
     _judge(told, unexpected, strict, allow_dtype_cast, path)
 
-    if sharing is not None and sharing.pays([one.wants for one in told]):
-        reader = sharing.reader()
-        source = Source(reader, ranks.rank)
+    if sharing is not None:
+        sharing.decide(sharing.pays([one.wants for one in told]))
     wishes = load.findings.wishes
     flat = {wish.source: wish.value for wish in wishes}
     _read(ranks, flat, source, planner, path)
@@ -136,7 +137,12 @@ def load_state(
 
 
 def _read(ranks: Ranks, flat: dict[str, Any], source: Source, planner: LoadPlanner | None, path: str | None) -> None:
-    with unwrapped(ranks, "Loading", path):
+    before = source.failure
+
+    def reason() -> CheckpointError | None:
+        return source.failure if source.failure is not before else None
+
+    with unwrapped(ranks, "Loading", path, reason):
         _load_state_dict(flat, source, ranks.group, 0, ranks.alone, planner or DefaultLoadPlanner())
 
 

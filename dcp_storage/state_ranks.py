@@ -50,11 +50,22 @@ class Ranks:
         return cls(rank, dist.get_world_size(process_group), process_group, False)
 
     def gather(self, value: T) -> list[T]:
-        """What every rank says, by rank."""
+        """What every rank says, by rank.
+
+        Raises:
+            CheckpointError: of kind ``"peer"``: a rank is gone, or did not come within the group's time-out.
+        """
         if self.alone:
             return [value]
         told: list[Any] = [None] * self.world
-        dist.all_gather_object(told, value, group=self.group)
+        try:
+            dist.all_gather_object(told, value, group=self.group)
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"The ranks of the process group do not reach each other, as where one of them is gone: {error}",
+                kind="peer",
+                cause=error,
+            ) from error
         return told
 
     def agree(
@@ -69,7 +80,7 @@ class Ranks:
             plain: exactly these exceptions, of wrong use, are raised as they are on the rank that met them.
 
         Raises:
-            CheckpointError: it failed on some rank; the same call raises on all.
+            CheckpointError: it failed on some rank; the same call raises on all. Of kind ``"peer"``: a rank is gone.
             KeyboardInterrupt: some rank was interrupted.
         """
         failure: BaseException | None = None
@@ -82,7 +93,13 @@ class Ranks:
             original = error
         except (KeyboardInterrupt, SystemExit) as error:
             failure = error
-        told = self.gather((failure, outcome))
+        if isinstance(failure, CheckpointError) and failure.kind == "peer":
+            # It names a rank that is not there, and every other rank has been told: a collective would wait for it.
+            raise joined_failure({self.rank: failure}, self.rank, doing, path) from failure.__cause__
+        try:
+            told = self.gather((failure, outcome))
+        except CheckpointError as broken:
+            raise joined_failure({self.rank: failure or broken}, self.rank, doing, path) from broken
         failures = {rank: failed for rank, (failed, _) in enumerate(told) if failed is not None}
         if not failures:
             return [said for _, said in told]  # type: ignore[misc]  # no failure: every outcome is there
@@ -120,8 +137,17 @@ def joined_failure(failures: Mapping[int, BaseException], rank: int, doing: str,
 
 
 @contextlib.contextmanager
-def unwrapped(ranks: Ranks, doing: str, path: str | None) -> Iterator[None]:
+def unwrapped(
+    ranks: Ranks, doing: str, path: str | None, reason: Callable[[], CheckpointError | None] = lambda: None
+) -> Iterator[None]:
     """What torch wraps in its own CheckpointException comes out as the error itself; any other error as one of ours.
+
+    Args:
+        ranks: who makes the call.
+        doing: what it is, for errors.
+        path: the checkpoint, for errors.
+        reason: asked where torch's own collectives failed, as they do, without a name, where a rank is gone: what this
+            rank met before, None where that was nothing.
 
     Raises:
         CheckpointError: for everything but interrupts.
@@ -132,7 +158,7 @@ def unwrapped(ranks: Ranks, doing: str, path: str | None) -> Iterator[None]:
         raised = joined_failure({n: pair[0] for n, pair in error.failures.items()}, ranks.rank, doing, path)
         raise raised from (raised.__cause__ or error)
     except Exception as error:
-        raised = joined_failure({ranks.rank: error}, ranks.rank, doing, path)
+        raised = joined_failure({ranks.rank: reason() or error}, ranks.rank, doing, path)
         if raised is error:
             raise
         raise raised from error

@@ -25,6 +25,7 @@ from dcp_storage.state_process import save_in_process
 from dcp_storage.state_ranks import Ranks, unwrapped
 from dcp_storage.state_tree import Path, key_of, rebuild
 from dcp_storage.state_values import RngPart
+from dcp_storage.state_view import as_kept
 from dcp_storage.state_walk import parts_of
 
 __all__ = ["Differing", "Leaf", "collect", "save_leaves"]
@@ -58,12 +59,19 @@ def collect(state: MutableMapping[str, Any]) -> list[Leaf]:
     """All values of a state, the random generators' last: asking a loader for its state may have moved them.
 
     Raises:
-        CheckpointError: two values have the same key.
+        CheckpointError: two values have the same key, or a PerRank has only what other ranks saved.
         TypeError, ValueError: see :func:`~dcp_storage.state_walk.parts_of`.
     """
     leaves: dict[str, Leaf] = {}
     for part in parts_of(state):
         kind: Literal["shared", "own", "plain"] = "plain"
+        if part.own is not None and part.own.holder.saved is not None and part.own.holder.value is None:
+            raise CheckpointError(
+                f"{part.own.key!r} has the values of all ranks of a checkpoint of another number of ranks, and none of "
+                "this rank's own: choose from .saved and hand over a new value.",
+                key=part.own.key,
+                kind="per_rank",
+            )
         if part.own is not None or isinstance(part, RngPart):
             kind = "own"
         elif isinstance(part, (ModulePart, OptimizerPart)):
@@ -104,7 +112,9 @@ class _Planner(DefaultSavePlanner):
         self.flatten_sharded_tensors = any(isinstance(value, ShardedTensor) for value in state_dict.values())
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         self.flatten_state_dict = True
-        self.mappings = {key: self.paths.get(key, (key,)) for key in self.state_dict}
+        self.mappings = {}
+        for key in self.state_dict:
+            self.mappings.update(as_kept(key, self.paths.get(key, (key,))))
 
 
 def save_leaves(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -63,12 +63,16 @@ class Sharing:
     Attributes:
         ranks: who loads.
         remote: whether the checkpoint is in a store that is not of this machine.
-        reader: makes the reader that shares.
+        reader: was made to share, so that the ranks meet once; :meth:`decide` says whether it does.
     """
 
     ranks: Ranks
     remote: bool
-    reader: Callable[[], FsspecStorageReader]
+    reader: FsspecStorageReader
+
+    def decide(self, share: bool) -> None:
+        """Has what is read from now on shared or not; every rank decides alike."""
+        self.reader.options = replace(self.reader.options, share_reads=share)
 
     def pays(self, wants: Sequence[Wants]) -> bool:
         """Whether sharing makes the load faster, by the measured threshold; the same on every rank.

@@ -11,6 +11,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from dcp_storage.errors import CheckpointError
+
 __all__ = ["Source"]
 
 
@@ -35,6 +37,12 @@ class Source(StorageReader):
     def checkpoint_id(self) -> Any:
         """Where the reader points, if it says so."""
         return getattr(self.reader, "checkpoint_id", None)
+
+    @property
+    def failure(self) -> CheckpointError | None:
+        """Why the reader's last failed load failed on this rank, if the reader is ours."""
+        failure = getattr(self.reader, "failure", None)
+        return failure if isinstance(failure, CheckpointError) else None
 
     def look(self) -> Metadata:
         """Reads the metadata; that of this rank where there is none of the whole."""

@@ -38,7 +38,9 @@ class Buffers:
         devices: set[torch.device] = set()
 
         def keep(key: str, source: torch.Tensor) -> torch.Tensor:
-            same = (source.data_ptr(), source.shape, source.stride(), source.dtype, source.device)
+            # A conjugate or negative is a view of the same elements with a mark: another value.
+            marks = (source.is_conj(), source.is_neg())
+            same = (source.data_ptr(), source.shape, source.stride(), source.dtype, source.device, marks)
             if source.data_ptr() and same in copied:  # tied: the same elements under another key
                 return copied[same]
             target = self._kept.get(key)

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-__all__ = ["Path", "flatten", "is_container", "key_of", "rebuild", "set_at"]
+__all__ = ["Numeral", "Path", "flatten", "is_container", "key_of", "kinds_of", "rebuild", "set_at"]
 
 Path = tuple[Any, ...]
 """Where a value is: dict keys as they are, and places in lists."""
+
+
+class Numeral(str):
+    """In a path as torch keeps it, the key of a dict that is an int: it is text there, as any dict key, and a bare int
+    is a place in a list.
+    """
+
+    __slots__ = ()
+
+
+def _text_of(name: Any) -> str:
+    return Numeral(name) if type(name) is int else str(name)
 
 
 def key_of(path: Path) -> str:
@@ -53,42 +66,63 @@ def flatten(
         yield path, text, value
     elif isinstance(value, Mapping):
         for name, part in value.items():
-            yield from flatten(part, is_leaf, (*path, name), (*text, str(name)))
+            yield from flatten(part, is_leaf, (*path, name), (*text, _text_of(name)))
     else:
         for at, part in enumerate(value):
             yield from flatten(part, is_leaf, (*path, at), (*text, at))
 
 
-def rebuild(items: Iterable[tuple[Path, Any]]) -> Any:
+def kinds_of(value: Any, text: Path = ()) -> Iterator[tuple[Path, Mapping[Any, Any]]]:
+    """The mappings in a value that are no plain dicts, such as a Counter, by their paths as torch keeps them."""
+    if isinstance(value, Mapping):
+        if type(value) is not dict and hasattr(value, "clear"):
+            yield text, value
+        for name, part in value.items():
+            yield from kinds_of(part, (*text, _text_of(name)))
+    elif isinstance(value, list):
+        for at, part in enumerate(value):
+            yield from kinds_of(part, (*text, at))
+
+
+def rebuild(items: Iterable[tuple[Path, Any]], kinds: Mapping[Path, Mapping[Any, Any]] | None = None) -> Any:
     """The nested value of what :func:`flatten` gave; dicts and lists are new ones.
 
     Args:
         items: paths with values. An empty path is the whole value.
+        kinds: mappings whose like is to be at a path, see :func:`kinds_of`; elsewhere dicts are made.
     """
+
+    def new(path: Path) -> Any:
+        like = (kinds or {}).get(path[:-1])
+        if like is None or type(path[-1]) is int:
+            return [] if type(path[-1]) is int else {}
+        empty: Any = copy.copy(like)
+        empty.clear()
+        return empty
+
     root: Any = None
     for path, value in items:
         if not path:
             root = value
             continue
         if root is None:
-            root = _new_for(path[0])
+            root = new(path[:1])
         inner = root
         for at, part in enumerate(path):
             last = at + 1 == len(path)
             if isinstance(inner, list):
                 inner.extend([None] * (part + 1 - len(inner)))
                 if last or inner[part] is None:
-                    inner[part] = value if last else _new_for(path[at + 1])
+                    inner[part] = value if last else new(path[: at + 2])
                 inner = inner[part]
-            elif last:
-                inner[part] = value
             else:
-                inner = inner.setdefault(part, _new_for(path[at + 1]))
+                name = int(part) if type(part) is Numeral else part
+                if last:
+                    inner[name] = value
+                elif name not in inner:
+                    inner[name] = new(path[: at + 2])
+                inner = inner[name]
     return root
-
-
-def _new_for(part: Any) -> Any:
-    return [] if type(part) is int else {}
 
 
 def set_at(root: Any, path: Path, value: Any) -> None:

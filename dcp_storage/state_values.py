@@ -10,7 +10,7 @@ import torch
 from dcp_storage.errors import portable
 from dcp_storage.per_rank import RngState
 from dcp_storage.state_findings import Findings, Own, Stored, Wish, inner_path
-from dcp_storage.state_tree import Path, flatten, key_of, rebuild, set_at
+from dcp_storage.state_tree import Numeral, Path, flatten, key_of, kinds_of, rebuild, set_at
 
 __all__ = ["RngPart", "StatefulPart", "TreePart"]
 
@@ -120,6 +120,7 @@ class StatefulPart:
         self.own = own
         self.value = value
         self._result: list[tuple[Path, Wish | None, Any]] = []
+        self._kinds: dict[Path, Mapping[Any, Any]] = {}
 
     def leaves(self) -> list[tuple[Path, Any]]:
         """See :class:`~dcp_storage.state_findings.Part`."""
@@ -128,7 +129,9 @@ class StatefulPart:
     def match(self, stored: Mapping[str, Stored], findings: Findings) -> None:
         """See :class:`~dcp_storage.state_findings.Part`."""
         self._result = []
-        template = list(flatten(self.value.state_dict()))
+        present = self.value.state_dict()
+        template = list(flatten(present))
+        self._kinds = dict(kinds_of(present))
         here = {key_of(text): (path, text, value) for path, text, value in template}
         tensors = {name for name, (_, _, value) in here.items() if isinstance(value, torch.Tensor)}
         real = _real_keys(template)
@@ -140,7 +143,8 @@ class StatefulPart:
             target = here[name][2] if name in tensors and found.is_tensor else None
             wish = findings.want(_full(self.key, name), found, target)
             self._result.append((path, wish, target))
-        for name, (path, _, value) in here.items():
+        for name, (_, text, value) in here.items():
+            path = tuple(real[text[: at + 1]] for at in range(len(text)))
             key = _full(self.key, name)
             if name in stored or not (name in tensors or not stored or findings.excluded(key)):
                 continue
@@ -151,7 +155,9 @@ class StatefulPart:
         """See :class:`~dcp_storage.state_findings.Part`."""
         if not any(wish for _, wish, _ in self._result):
             return []
-        state = rebuild((path, kept if wish is None else wish.value) for path, wish, kept in self._result)
+        state = rebuild(
+            ((path, kept if wish is None else wish.value) for path, wish, kept in self._result), self._kinds
+        )
         try:
             self.value.load_state_dict(state)
         except Exception as error:
@@ -160,8 +166,14 @@ class StatefulPart:
 
 
 def _real_keys(template: Iterable[tuple[Path, Path, Any]]) -> dict[Path, Any]:
-    """Path as torch keeps it → the last part as it really is: dict keys need not be text."""
-    return {text[: at + 1]: path[at] for path, text, _ in template for at in range(len(path))}
+    """Path as torch keeps it → the last part as it really is: dict keys need not be text. An int stays a Numeral, so
+    that it is not taken for a place in a list.
+    """
+    return {
+        text[: at + 1]: text[at] if type(text[at]) is Numeral else path[at]
+        for path, text, _ in template
+        for at in range(len(path))
+    }
 
 
 def _stands_for(here: Mapping[str, Any], tensors: set[str], name: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -12,9 +12,36 @@ from dcp_storage.per_rank import PREFIX, WORLD_KEY, split_own
 from dcp_storage.state_findings import Stored
 from dcp_storage.state_keys import KeyChoice
 from dcp_storage.state_ranks import Ranks
-from dcp_storage.state_tree import Path, key_of
+from dcp_storage.state_tree import Numeral, Path, key_of
 
-__all__ = ["View", "view_of"]
+__all__ = ["View", "as_kept", "view_of"]
+
+_NUMERALS = "__int_keys__."
+"""Put before a key in the planner's data: which parts of its path are keys of dicts that are ints. torch's own paths
+have them as text, and nobody who reads those looks at this."""
+
+
+def as_kept(key: str, path: Path) -> dict[str, Path]:
+    """What the planner's data says of a key: its path as torch keeps it, and which parts of it are ints."""
+    kept: dict[str, Path] = {key: tuple(part if type(part) is int else str(part) for part in path)}
+    numerals = tuple(at for at, part in enumerate(path) if type(part) is Numeral)
+    if numerals:
+        kept[f"{_NUMERALS}{key}"] = numerals
+    return kept
+
+
+def _kept_path(paths: Mapping[str, object], key: str) -> Path:
+    """The path that :func:`as_kept` wrote down, or stock torch; the key itself where there is none."""
+    path, numerals = paths.get(key), paths.get(f"{_NUMERALS}{key}", ())
+    if not isinstance(path, tuple):
+        return (key,)
+    marked = {at for at in numerals if isinstance(at, int)} if isinstance(numerals, tuple) else set()
+    return tuple(Numeral(part) if at in marked and _is_number(part) else part for at, part in enumerate(path))
+
+
+def _is_number(part: object) -> bool:
+    digits = part.removeprefix("-") if isinstance(part, str) else ""
+    return digits.isascii() and digits.isdigit()
 
 
 @dataclass
@@ -81,8 +108,7 @@ def view_of(metadata: Metadata, choice: KeyChoice, ranks: Ranks) -> View:
             raise CheckpointError(
                 f"keys= gives the name {name!r} to {place[name].source!r} and to {source!r}.", key=name, kind="keys"
             )
-        path = paths.get(source)
-        place[name] = Stored(source, _path(name, key, path if isinstance(path, tuple) else (source,)), meta)
+        place[name] = Stored(source, _path(name, key, _kept_path(paths, source)), meta)
     view.saved_by = max(view.saved_by, max(view.own, default=-1) + 1)
     view.same = view.saved_by == ranks.world
     view.mine = {**view.shared, **view.own.get(ranks.rank, {})} if view.same else view.shared

@@ -17,7 +17,7 @@ LAYERS = tuple(
     for line in """
     errors version
     names options crc budget plan
-    records store plan_slices exchange_plan exchange_rounds exchange_wire
+    records store plan_slices exchange_plan exchange_rounds exchange_wire exchange_memory
     exchange_metadata exchange_links fetching
     stores.local_syscalls stores.translate stores.parts stores.s3_session stores.s3_bodies stores.s3_errors
     stores.local_create stores.local_upload stores.s3_listing stores.remote_files stores.location
@@ -43,7 +43,8 @@ LAYERS = tuple(
     view
     commit fence
     save load lone
-    reading session exchange
+    reading session exchange_wants
+    exchange
     filling peeking reader_load reader_plans
     writer reader listing
     partial

@@ -24,7 +24,11 @@ __all__ = ["Refused", "Request", "translated"]
 
 AUTH: tuple[type[BaseException], ...] = (GoogleAuthError, HttpError, NonRetryableError)
 NETWORK: tuple[type[BaseException], ...] = (aiohttp.ClientError, HttpProcessingError, asyncio.TimeoutError, OSError)
-NEVER_PASSING: tuple[type[BaseException], ...] = (aiohttp.ClientConnectorCertificateError, aiohttp.InvalidURL)
+NEVER_PASSING: tuple[type[BaseException], ...] = (
+    aiohttp.ClientConnectorCertificateError,
+    aiohttp.InvalidURL,
+    aiohttp.NonHttpUrlClientError,
+)
 LOCAL_FILES: tuple[type[BaseException], ...] = (FileNotFoundError, PermissionError)  # a file with credentials
 FOREIGN: tuple[type[BaseException], ...] = (
     *AUTH,

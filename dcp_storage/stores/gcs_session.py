@@ -41,6 +41,7 @@ CANCEL_WAIT = 10.0  # seconds that an interrupted call waits for its request to 
 CONNECT_TIMEOUT = 10.0
 READ_TIMEOUT = 60.0  # seconds without a byte of the answer
 SLOWEST = 64 * 1024  # bytes a second: aiohttp has no time-out for a body that nobody takes, only for the whole
+WRONG_OPTION = (AttributeError, LookupError, TypeError, ValueError)  # an option of the wrong kind, met where it is used
 GOOGLE_HOSTS = (".googleapis.com",)
 
 
@@ -235,12 +236,8 @@ class GcsSession:
             self._inherited.append(held[1])
         try:
             filesystem = GCSFileSystem(**self._options)
-        except (TypeError, ValueError) as error:
-            raise InvalidLocationError(
-                f"{self._url!r} cannot be opened with these storage_options ({type(error).__name__}: {error}).",
-                path=self._url,
-                cause=error,
-            ) from error
+        except WRONG_OPTION as error:
+            raise self._wrong_option(error) from error
         self._held = (os.getpid(), filesystem)
         return filesystem
 
@@ -261,7 +258,10 @@ class GcsSession:
 
         async def run() -> T:
             try:
-                session = await filesystem._set_session()
+                try:
+                    session = await filesystem._set_session()
+                except WRONG_OPTION as error:  # of session_kwargs, which are looked at only now
+                    raise self._wrong_option(error) from error
                 # aiohttp sends a GET, PUT or DELETE again when the connection breaks before the answer.
                 session._retry_connection = False
                 return await work(GcsClient(filesystem, session))
@@ -276,6 +276,13 @@ class GcsSession:
             if future.cancel():
                 ended.wait(CANCEL_WAIT)
             raise
+
+    def _wrong_option(self, error: Exception) -> InvalidLocationError:
+        return InvalidLocationError(
+            f"{self._url!r} cannot be opened with these storage_options ({type(error).__name__}: {error}).",
+            path=self._url,
+            cause=error,
+        )
 
     def close(self) -> None:
         """Lets go of the filesystem. fsspec keeps it for other users of the same options; it closes it at exit."""

@@ -19,7 +19,7 @@ from obstore import exceptions as obstore_errors
 
 from dcp_storage.errors import ObjectNotFoundError, ObjectTooShortError, StoreError
 
-__all__ = ["NoRangesError", "Request", "is_panic", "translated"]
+__all__ = ["NoRangesError", "Request", "translated"]
 
 _DEBUG = "\nDebug source:\n"
 _MOST_SAID = 600  # characters: gateways answer with whole pages
@@ -29,6 +29,7 @@ _STATUS = re.compile(
 )
 _KIND = re.compile(r"\bHttpError\s\{\s+kind:\s([A-Za-z]+)\b")
 _CODE = re.compile(r"<Code>([A-Za-z0-9]+)</Code>")
+_WHOLE = re.compile(r"\bsource:\sNotPartial\b")
 _REDIRECT = re.compile(r"\bBareRedirect\b")
 _CERTIFICATE = re.compile(r"\bInvalidCertificate\b")
 
@@ -74,7 +75,7 @@ _FOREIGN = (obstore_errors.BaseError, OSError, ValueError, NotImplementedError)
 
 
 class NoRangesError(Exception):
-    """The server sent the whole object where a range was asked for, and obstore took none of it."""
+    """The server did not call its answer a part of the object, and obstore took none of it."""
 
 
 @dataclass(frozen=True)
@@ -159,16 +160,11 @@ def translated(request: Request, *, end: int | None = None) -> Iterator[None]:
     except StoreError:  # an OSError too, and already ours
         raise
     except _FOREIGN as error:
-        if end is not None and isinstance(error, (obstore_errors.NotSupportedError, NotImplementedError)):
+        if end is not None and _WHOLE.search(_structure(error)):
             raise NoRangesError(str(error)) from error
         if end is not None and _number(_STATUS, _structure(error)) == 416:
             raise request.too_short(end, None, error) from error
         raise _as_store_error(request, error) from error
-
-
-def is_panic(error: BaseException) -> bool:
-    """Whether the Rust side gave up; its class cannot be imported."""
-    return type(error).__module__ == "pyo3_runtime" and type(error).__name__ == "PanicException"
 
 
 def _as_store_error(request: Request, error: BaseException) -> StoreError:

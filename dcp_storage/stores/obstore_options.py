@@ -18,12 +18,11 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-import obstore
 from obstore import exceptions as obstore_errors
 from obstore import store as obstore_stores
 
 from dcp_storage.errors import InvalidLocationError
-from dcp_storage.stores.obstore_errors import Request, is_panic
+from dcp_storage.stores.obstore_errors import Request
 
 if TYPE_CHECKING:
     from dcp_storage.stores.gcs_session import GcsSession
@@ -34,6 +33,7 @@ __all__ = ["Clients", "GcsSource", "S3Source", "Settings", "Source", "check_gcs"
 CONNECT_SECONDS = 10.0
 READ_SECONDS = 60.0  # without a byte of the answer
 WRITE_SECONDS = 300.0  # for one request with its body: obstore has no limit on a body that nobody takes, but the whole
+_IMPORTED_IN = os.getpid()
 TOKEN_MINUTES = 10  # botocore hands out credentials that live at least that long
 
 # Of s3fs and fsspec; what does not reach a request of this engine is among them.
@@ -76,16 +76,12 @@ _GCS_TAKEN = frozenset(
 
 
 def runs_here() -> bool:
-    """Whether obstore works in this process: not in one that was forked from a process which had used it."""
-    try:
-        obstore.head(obstore_stores.MemoryStore(), "nothing")
-    except FileNotFoundError:
-        return True
-    except BaseException as error:
-        if is_panic(error):
-            return False
-        raise
-    return False
+    """Whether obstore may be used in this process: not in one that was forked after this module was imported.
+
+    The threads of obstore are not in a child, and what both share (the kernel's list of sockets to watch) still is
+    the parent's: a request in the child would hang, and make one of the parent hang.
+    """
+    return os.getpid() == _IMPORTED_IN
 
 
 def _refuse(kind: str, left: Iterable[str]) -> None:
@@ -335,7 +331,7 @@ class GcsSource:
         limit = filesystem.requests_timeout
         return Settings(
             obstore_stores.GCSStore,
-            # Not skip_signature for anonymous access: obstore then still looks for a token to write with, on the network.
+            # Not skip_signature for anonymous access: obstore then still looks on the network for a token for writes.
             {"base_url": endpoint, "skip_signature": False},
             client,
             self.credentials,
@@ -343,7 +339,7 @@ class GcsSource:
         )
 
     def credentials(self) -> dict[str, Any]:
-        """The token that gcsfs uses now, refreshed where that is due; for obstore, which sends none where it is empty."""
+        """The token that gcsfs uses now, refreshed where that is due; empty for anonymous access."""
         held = self._session.filesystem().credentials
         if held.credentials is None:
             return {"token": "", "expires_at": None}

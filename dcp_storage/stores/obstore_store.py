@@ -7,7 +7,6 @@ clock) stays with the fsspec store of the same folder, which this one wraps.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -74,8 +73,8 @@ def open_obstore(
 class ObstoreStore(WrappedStore):
     """A folder of a bucket.
 
-    In a process that was forked from one which had used obstore, obstore cannot run; there everything goes through the
-    inner store.
+    In a process that was forked from one which had opened such a store, obstore cannot run; there everything goes
+    through the inner store.
 
     Args:
         inner: the fsspec store of the folder.
@@ -103,27 +102,10 @@ class ObstoreStore(WrappedStore):
         if {"", ".", ".."} & set(prefix.split("/")[:-1]):
             raise ValueError(f'obstore has no path for the key {prefix!r}; use engine="fsspec"')
         self.parallel_parts = parallel_parts
-        self._source = source
         self._bucket = bucket
         self._prefix = prefix
         self._begin = begin
         self._clients = Clients(source)
-        self._checked_in = 0
-        self._works = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_checked_in": 0}  # whether obstore runs is another process's to find out
-
-    def _runs(self) -> bool:
-        """Whether obstore can be used in this process; looked at once in each."""
-        process = os.getpid()
-        if self._checked_in != process:
-            # Without a lock, which could be held at a fork; threads that come here at once find the same.
-            self._works = runs_here()
-            if self._checked_in:
-                self._clients = Clients(self._source)
-            self._checked_in = process
-        return self._works
 
     def _request(self, operation: str, name: str, *, changes: bool = False) -> Request:
         return Request(operation, self.url, self._bucket, name, changes)
@@ -133,7 +115,7 @@ class ObstoreStore(WrappedStore):
 
     def size(self, name: str) -> int:
         key, request = self._key(name), self._request("size", name)
-        if not self._runs():
+        if not runs_here():
             return self.inner.size(name)
         client = self._clients.for_reading(request)
         with translated(request):
@@ -141,7 +123,7 @@ class ObstoreStore(WrappedStore):
 
     def read(self, name: str, *, limit: int) -> bytes:
         key, request = self._key(name), self._request("read", name)
-        if not self._runs():
+        if not runs_here():
             return self.inner.read(name, limit=limit)
         client = self._clients.for_reading(request)
         with translated(request):
@@ -161,7 +143,7 @@ class ObstoreStore(WrappedStore):
         wanted = total(buffers)
         if not wanted:
             return
-        if not self._runs():
+        if not runs_here():
             self.inner.read_into(name, offset, buffers)
             return
         client = self._clients.for_reading(request)
@@ -185,7 +167,7 @@ class ObstoreStore(WrappedStore):
     def put(self, name: str, buffers: Buffers, *, crc32: int | None = None) -> None:
         """Writes the object in one request; ``crc32`` cannot be sent."""
         key, request = self._key(name), self._request("put", name, changes=True)
-        if not self._runs():
+        if not runs_here():
             self.inner.put(name, buffers, crc32=crc32)
             return
         client = self._clients.for_writing(request)
@@ -196,7 +178,7 @@ class ObstoreStore(WrappedStore):
     def upload(self, name: str) -> Upload:
         """Begins an object of several parts; the first request is sent with a part."""
         key = self._key(name)
-        if not self._runs():
+        if not runs_here():
             return self.inner.upload(name)
         return self._begin(
             clients=self._clients, key=key, request=lambda operation: self._request(operation, name, changes=True)

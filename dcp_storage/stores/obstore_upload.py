@@ -100,9 +100,10 @@ class StreamUpload(Upload):
     def _close(self, request: Request) -> None:
         self._made = True
         self._offset, self._held = self._offset + len(self._held), b""
+        writer, self._writer = self._writer, None  # which can be neither closed nor aborted once more
         try:
             with translated(request):
-                self._writer.close()
+                writer.close()
         except StoreError as error:
             self._failure = _for_good(error)
             self._state = "unsure"
@@ -132,7 +133,7 @@ class StreamUpload(Upload):
             try:
                 self._inner.abort_uploads([request.name])
             except StoreError as error:
-                if error.errno != errno.EOPNOTSUPP or writer is None:
+                if error.errno != errno.EOPNOTSUPP:  # a server that cannot list them; the writer has done its own
                     failures.append(error)
         if self._made:  # last: after the aborts no late end can bring the object back
             try:

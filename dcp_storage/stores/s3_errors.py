@@ -51,7 +51,11 @@ CONNECTION: tuple[type[BaseException], ...] = (
     ResponseParserError,
 )
 NETWORK: tuple[type[BaseException], ...] = (aiohttp.ClientError, HttpProcessingError, asyncio.TimeoutError, OSError)
-NEVER_PASSING: tuple[type[BaseException], ...] = (aiohttp.ClientConnectorCertificateError, aiohttp.InvalidURL)
+NEVER_PASSING: tuple[type[BaseException], ...] = (
+    aiohttp.ClientConnectorCertificateError,
+    aiohttp.InvalidURL,
+    aiohttp.NonHttpUrlClientError,
+)
 LOCAL_FILES: tuple[type[BaseException], ...] = (FileNotFoundError, PermissionError)  # a CA bundle or a settings file
 TIMED_OUT: tuple[type[BaseException], ...] = (asyncio.TimeoutError, boto.ReadTimeoutError, boto.ConnectTimeoutError)
 

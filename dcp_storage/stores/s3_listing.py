@@ -6,8 +6,10 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
+from botocore.exceptions import ClientError
+
 from dcp_storage.store import Entry, is_name
-from dcp_storage.stores.s3_errors import Request, field_of
+from dcp_storage.stores.s3_errors import Request, code_of, field_of
 from dcp_storage.stores.s3_session import S3Client
 
 __all__ = ["OpenUpload", "list_folders", "list_objects", "list_uploads"]
@@ -75,8 +77,15 @@ async def list_uploads(client: S3Client, request: Request, prefix: str) -> list[
     """The open uploads of keys that begin with ``prefix`` and have no slash after it, whoever began them."""
     found: list[OpenUpload] = []
     place: dict[str, str] = {}
+    asked = {"Bucket": request.bucket, "Prefix": prefix, "Delimiter": "/"}
     while True:
-        page = await client.send("list_multipart_uploads", Bucket=request.bucket, Prefix=prefix, Delimiter="/", **place)
+        try:
+            page = await client.send("list_multipart_uploads", **asked, **place)
+        except ClientError as error:
+            # Asked about no upload in particular, only a server that knows of none says so (rclone's does).
+            if code_of(error) == "NoSuchUpload" and not place:
+                return found
+            raise
         for item in page.get("Uploads", ()):
             key: str = field_of(request, item, "Key")
             if key.startswith(prefix) and "/" not in key[len(prefix) :]:
@@ -84,7 +93,7 @@ async def list_uploads(client: S3Client, request: Request, prefix: str) -> list[
                 found.append(
                     OpenUpload(key, field_of(request, item, "UploadId"), None if begun is None else begun.timestamp())
                 )
-        if not field_of(request, page, "IsTruncated"):
+        if not _goes_on(request, page):
             return found
         following = {
             "KeyMarker": str(page.get("NextKeyMarker") or ""),
@@ -92,6 +101,16 @@ async def list_uploads(client: S3Client, request: Request, prefix: str) -> list[
         }
         _check_progress(request, place, following)
         place = following
+
+
+def _goes_on(request: Request, page: dict[str, Any]) -> bool:
+    """Whether more uploads follow. Where the server does not say (rclone's leaves a "false" out), the page must be of
+    our bucket, which a gateway's answer is not, and hold fewer than it might.
+    """
+    held = len(page.get("Uploads", ())) + len(page.get("CommonPrefixes", ()))
+    if "IsTruncated" not in page and page.get("Bucket") == request.bucket and held < page.get("MaxUploads", 0):
+        return False
+    return bool(field_of(request, page, "IsTruncated"))
 
 
 def _check_progress(request: Request, place: dict[str, str], following: dict[str, str]) -> None:

@@ -27,6 +27,7 @@ CANCEL_WAIT = 10.0  # seconds that an interrupted call waits for its request to 
 CONNECT_TIMEOUT = 10.0
 READ_TIMEOUT = 60.0  # seconds without a byte of the answer
 LEAST_POOL = 10  # botocore's own default
+WRONG_OPTION = (AttributeError, LookupError, TypeError, ValueError)  # an option of the wrong kind, met where it is used
 
 
 class OneTrySession(AIOHTTPSession):  # type: ignore[misc]
@@ -50,7 +51,8 @@ def s3fs_options(storage_options: Mapping[str, Any] | None, *, max_concurrency: 
         max_concurrency: requests in flight at once; the connection pool is at least as large.
 
     Raises:
-        ValueError: ``asynchronous=True``, whose filesystem has no loop to call from a thread.
+        ValueError: ``asynchronous=True``, whose filesystem has no loop to call from a thread; or an ``s3`` of
+            ``config_kwargs`` that is no mapping.
     """
     options: dict[str, Any] = apply_config(S3FileSystem, dict(storage_options or {}))
     if options.get("asynchronous"):
@@ -68,8 +70,10 @@ def s3fs_options(storage_options: Mapping[str, Any] | None, *, max_concurrency: 
     config = {**defaults, **(options.get("config_kwargs") or {})}
     # The CRC-32 that goes with every body is part of what is signed; a SHA-256 of the body besides costs as much CPU as
     # everything else together. botocore leaves it out only over TLS and where it made the checksum itself.
-    if isinstance(config.get("s3", {}), Mapping):
-        config["s3"] = {"payload_signing_enabled": False, **config.get("s3", {})}
+    users = config.get("s3") or {}
+    if not isinstance(users, Mapping):
+        raise ValueError(f"storage_options: config_kwargs['s3'] must be a mapping, not {type(users).__name__}.")
+    config["s3"] = {"payload_signing_enabled": False, **users}
     return {**options, "config_kwargs": config}
 
 
@@ -168,7 +172,7 @@ class S3Session:
         try:
             await filesystem.set_session()
             return S3Client(await filesystem.get_s3(self._bucket), filesystem)
-        except (TypeError, ValueError) as error:
+        except WRONG_OPTION as error:
             raise InvalidLocationError(
                 f"The bucket {self._bucket!r} cannot be opened with these storage_options "
                 f"({type(error).__name__}: {error}).",

@@ -32,13 +32,19 @@ _MAYBE_APPLIED = _LOST_CONNECTION | {errno.EIO, errno.ESTALE}
 _TRANSIENT_STATUS = frozenset({408, 425, 429})
 _BROKEN = (TimeoutError, asyncio.TimeoutError, ConnectionError, EOFError)
 # Errors of a broken connection in the client libraries that do not derive them from Python's own.
-_CLIENT_ERRORS = (
+_CLIENT_ERRORS: tuple[tuple[str, str], ...] = (
     ("aiohttp", "ClientConnectionError"),
     ("aiohttp", "ClientPayloadError"),
     ("ftplib", "error_temp"),
     ("requests.exceptions", "ConnectionError"),
     ("requests.exceptions", "Timeout"),
     ("requests.exceptions", "ChunkedEncodingError"),
+)
+# A connection that broke below a client which tried again by itself, for a minute and more: not once more by us, but
+# what it asked for may have been done.
+_TRIED_OUT = (
+    ("azure.core.exceptions", "ServiceRequestError"),
+    ("azure.core.exceptions", "ServiceResponseError"),
 )
 
 
@@ -66,7 +72,8 @@ def store_error(
     error = unmasked(error)
     untrusted = _is_untrusted(error)
     number = errno.EACCES if untrusted else _errno(error)
-    broken = not untrusted and (isinstance(error, _BROKEN) or _is_client_error(error))
+    broken = not untrusted and (isinstance(error, _BROKEN) or _is_one_of(error, _CLIENT_ERRORS))
+    tried_out = not broken and _is_one_of(error, _TRIED_OUT)
     status = _http_status(error)
     busy = status is not None and (status >= 500 or status in _TRANSIENT_STATUS)
     kind = StoreError
@@ -82,7 +89,7 @@ def store_error(
         operation=operation,
         errno=number,
         transient=broken or busy or number in _TRANSIENT,
-        ambiguous=applied or (writes and (broken or busy or number in _MAYBE_APPLIED)),
+        ambiguous=applied or (writes and (broken or tried_out or busy or number in _MAYBE_APPLIED)),
         path=url,
         key=name,
         cause=error,
@@ -92,13 +99,15 @@ def store_error(
 
 
 def unmasked(error: Exception) -> Exception:
-    """What a filesystem made a FileNotFoundError of though it was an outage or a refusal (http and ftp do); else
-    ``error``. A store that failed must never look like one that holds nothing (invariant I10).
+    """What a filesystem made a FileNotFoundError of though it was an outage, a refusal or a request that was never
+    sent, because an option or the URL is wrong (http and ftp do); else ``error``. A store that failed must never look
+    like one that holds nothing (invariant I10).
     """
     cause = error.__cause__
     if isinstance(error, FileNotFoundError) and isinstance(cause, Exception) and not isinstance(cause, StoreError):
         meant = store_error(cause, "info", "")
-        if meant.transient or meant.errno == errno.EACCES:
+        unsent = isinstance(cause, (TypeError, ValueError)) and not isinstance(cause, OSError)
+        if meant.transient or meant.errno == errno.EACCES or unsent or _is_one_of(cause, _TRIED_OUT):
             return cause
     return error
 
@@ -137,7 +146,7 @@ def _http_status(error: Exception) -> int | None:
     return None
 
 
-def _is_client_error(error: Exception) -> bool:
+def _is_one_of(error: Exception, named: tuple[tuple[str, str], ...]) -> bool:
     # Such an error can only exist where its module was imported already, so nothing needs to be imported here.
-    classes = (getattr(sys.modules.get(module), name, None) for module, name in _CLIENT_ERRORS)
+    classes = (getattr(sys.modules.get(module), name, None) for module, name in named)
     return any(isinstance(kind, type) and isinstance(error, kind) for kind in classes)

@@ -218,6 +218,10 @@ class _Trial:
         return done, max(time.monotonic() - begun, 1e-9)
 
     def clean(self) -> None:
-        """Removes what was written."""
-        self.store.delete(self.names)
+        """Removes what was written, also where it is interrupted meanwhile."""
+        try:
+            self.store.delete(self.names)
+        except KeyboardInterrupt:
+            self.store.delete(self.names)
+            raise
         self.names = []

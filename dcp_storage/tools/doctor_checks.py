@@ -91,6 +91,15 @@ class Bench:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        try:
+            self._clean()
+        except KeyboardInterrupt:  # pressed once more: what lies on the store goes all the same
+            self._clean()
+            raise
+        if isinstance(error, KeyboardInterrupt):
+            self._clean()  # a request that was let go of may have arrived behind the first delete
+
+    def _clean(self) -> None:
         self.store.delete(self.names)
         left = (self.open_uploads() or set()) & set(self.names)
         if left:

@@ -6,6 +6,7 @@ import errno
 import ssl
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,6 +78,25 @@ def test_an_outage_is_no_missing_checkpoint(tmp_path: Path, web: WebServer, stat
         assert not isinstance(caught.value, ObjectNotFoundError)
         with pytest.raises(ObjectNotFoundError):
             store.size("missing")
+
+
+@pytest.mark.parametrize(
+    ("url", "options"),
+    [
+        ("{url}/run", {"no_such_option": 1}),
+        ("http:///run", {}),
+        ("http://127.0.0.1:99999/run", {}),
+    ],
+)
+def test_a_request_that_cannot_be_made_is_no_missing_checkpoint(
+    tmp_path: Path, web: WebServer, url: str, options: dict[str, Any]
+) -> None:
+    """Options and URLs that nothing can be asked with are told as that, at once; the checkpoint is there."""
+    save(small_state(1), FsspecStorageWriter(tmp_path / "run"))
+    reader = FsspecStorageReader(url.format(url=web.url), storage_options=options)
+    error = failure(StoreError, lambda: load(like(small_state()), reader))
+    assert not isinstance(error, ObjectNotFoundError)
+    assert not error.transient
 
 
 def test_ranges_of_a_server_that_knows_none(tmp_path: Path, web: WebServer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import warnings
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ from dcp_storage.tools.opening import Folder
 from dcp_storage.tools.prune import prune_at
 from dcp_storage.tools.retention import Rule
 
-__all__ = ["agree", "race", "save_together", "state", "swept"]
+__all__ = ["agree", "preempt", "race", "save_together", "state", "swept"]
 
 
 def state(step: int) -> dict[str, Any]:
@@ -104,3 +105,20 @@ def agree(rank: int, world: int, root: str, other: str) -> list[Any]:
     except CheckpointError as error:
         found.append(error.kind)
     return found
+
+
+def preempt(rank: int, world: int, root: str, whom: int, late: bool) -> tuple[list[int], int | None, int]:
+    """A job of which one rank gets SIGTERM at step 3, before or after it asks; what was saved, and where it ended."""
+    saved = []
+    with CheckpointManager(root, on_sigterm=True) as manager:
+        for step in range(1, 50):
+            if (step, rank, late) == (3, whom, False):
+                signal.raise_signal(signal.SIGTERM)
+            if manager.should_save(step):
+                manager.save(step, {"weight": torch.full((8,), float(step)), "step": step})
+                saved.append(step)
+            if manager.preempted:
+                break
+            if (step, rank, late) == (3, whom, True):
+                signal.raise_signal(signal.SIGTERM)
+        return saved, manager.latest(), step

@@ -13,7 +13,8 @@ import torch
 
 from dcp_storage import CheckpointManager, delete, prune
 from dcp_storage.testing.ranks import RankFailure, RankPool
-from tests.runs.jobs import agree, race, save_together, state, swept
+from tests.e2e import place_of
+from tests.runs.jobs import agree, preempt, race, save_together, state, swept
 from tests.servers.endpoint import S3Endpoint
 
 Place = tuple[str, dict[str, Any]]
@@ -50,6 +51,15 @@ def test_all_ranks_see_the_same(ranks: RankPool, tmp_path: Path) -> None:
         "after": 3,
     }
     assert seen == [seen[0]] * 3
+
+
+@pytest.mark.parametrize(("whom", "late", "step"), [(0, False, 3), (2, False, 3), (1, True, 4)])
+def test_sigterm_to_one_rank_saves_once_on_all(
+    ranks: RankPool, tmp_path: Path, whom: int, late: bool, step: int
+) -> None:
+    """Whichever of three ranks gets SIGTERM, all save the same step, once, together, and all know that they end."""
+    seen = ranks.run(preempt, 3, str(tmp_path / "run"), whom, late, timeout=90)
+    assert seen == [([step], step, step)] * 3
 
 
 def test_the_coordinator_looks_and_the_others_are_told(ranks: RankPool, tmp_path: Path) -> None:
@@ -111,3 +121,27 @@ def test_the_tools_work_on_s3(moto: S3Endpoint, bucket: Callable[[S3Endpoint], s
         "step-00000003/.commit",
         "step-00000003/.commit.2",
     ]
+
+
+def test_a_run_on_gcs(request: pytest.FixtureRequest) -> None:
+    """On GCS a run is saved, kept, loaded, pinned, pruned and deleted from as on a disk; no upload stays open."""
+    place = place_of(request, "gcs")
+    with CheckpointManager(place.url, storage_options=place.options, keep_latest=2) as manager:
+        assert manager.latest() is None
+        for step in (1, 2, 3):
+            manager.save(step, state(step))
+        manager.async_save(4, state(4))
+    assert (manager.latest(), manager.steps()) == (4, [3, 4])
+    found: dict[str, Any] = {"weight": torch.zeros(64), "step": 0}
+    manager.load(found)
+    assert (found["weight"].tolist(), found["step"], manager.loaded) == ([4.0] * 64, 4, 4)
+    manager.pin(3)
+    manager.save(5, state(5))
+    manager.save(6, state(6))
+    assert (manager.pins(), manager.steps()) == ([3], [3, 5, 6])
+    assert (manager.prune(apply=True).ok, manager.steps()) == (True, [3, 5, 6])
+    delete(manager.path(6), storage_options=place.options)
+    assert manager.steps() == [3, 5]
+    shards = {name.partition("/")[0] for name in place.files() if name.endswith(".distcp")}
+    assert shards == {"step-00000003", "step-00000005"}
+    assert place.uploads() == []

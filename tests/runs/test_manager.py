@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Iterable
@@ -149,6 +151,17 @@ def test_the_step_just_saved_stays_after_going_back(tmp_path: Path) -> None:
     assert manager.steps() == [3, 7]
 
 
+def test_steps_that_are_saved_again_are_kept_by_the_rule_again(tmp_path: Path) -> None:
+    """After going back, steps that were deleted before and are saved again count, and go in their turn."""
+    manager = CheckpointManager(tmp_path, keep_latest=2, keep_every=10)
+    filled(manager, *range(8, 15))
+    assert manager.steps() == [10, 13, 14]
+    manager.load(state(0), 10)
+    for step in range(11, 20):
+        manager.save(step, state(step), overwrite=True)
+    assert manager.steps() == [10, 18, 19]
+
+
 def test_retention_never_takes_the_last_good_step(tmp_path: Path) -> None:
     """Where the newer steps are damaged the newest whole one stays, and each save says so."""
     manager = CheckpointManager(tmp_path)
@@ -279,6 +292,41 @@ def test_an_async_save_that_failed_reaches_the_next_call(tmp_path: Path) -> None
     with pytest.raises(CheckpointExistsError):
         manager.close()
     manager.close()
+
+
+def ended(root: Path, *lines: str) -> tuple[int, str]:
+    """A program whose function makes calls of its own manager and then just ends: its exit code and what it said."""
+    body = "\n    ".join(lines)
+    text = f"""
+import torch
+from dcp_storage import CheckpointManager
+def state(step):
+    return {{"weight": torch.full((8,), float(step)), "step": step}}
+def work():
+    manager = CheckpointManager({str(root)!r}, keep_latest=1)
+    {body}
+work()
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", text], stderr=subprocess.PIPE, text=True, timeout=120)
+    return done.returncode, done.stderr
+
+
+def test_a_program_that_ends_waits_for_its_save(tmp_path: Path) -> None:
+    """The save in the background commits and what need not be kept goes, although nobody waits; nothing is said."""
+    steps = ("manager.save(1, state(1))", "manager.save(2, state(2))", "manager.async_save(3, state(3))")
+    assert ended(tmp_path, *steps) == (0, "")
+    assert CheckpointManager(tmp_path).steps() == [3]
+    assert list((tmp_path / "step-00000002").glob("*.distcp")) == []
+
+
+@pytest.mark.slow
+def test_an_error_that_nobody_asked_for_is_shown_at_the_end(tmp_path: Path) -> None:
+    """A save in the background that failed is shown, once, when the program ends without asking."""
+    _, said = ended(tmp_path, "manager.save(1, state(1))", "manager.async_save(1, state(2))")
+    last = said.splitlines()[-1]
+    assert last.startswith("dcp_storage.errors.CheckpointExistsError: ")
+    assert "step-00000001 holds a committed checkpoint already" in last
+    assert said.count(last) == 1
 
 
 def test_should_save_by_steps(tmp_path: Path) -> None:

@@ -121,6 +121,25 @@ def test_the_groups_have_to_be_those_of_the_load(ranks: RankPool, saved: str) ->
         assert all(isinstance(each, CheckpointError) and each.kind == "group" for each in failures.values())
 
 
+def crossed(rank: int, world: int, url: str, groups: str) -> dict[int, BaseException]:
+    """Loads in pairs by readers of other groups: of all ranks, or of pairs that each have one rank in two loads."""
+    loads = [dist.new_group([0, 3]), dist.new_group([1, 2])]
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    group = dist.group.WORLD if groups == "all" else pairs[rank // 2]
+    reader = FsspecStorageReader(url, options=SHARING, process_group=group)
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(template(), storage_reader=reader, process_group=loads[rank in {1, 2}])
+    return failures_of(caught.value)
+
+
+@pytest.mark.parametrize("groups", ["all", "pairs"])
+def test_groups_that_only_look_like_those_of_the_load(ranks: RankPool, saved: str, groups: str) -> None:
+    """More ranks in the group than in the load, or as many of two groups: refused before anything is read."""
+    for failures in ranks.run(crossed, 4, saved, groups):
+        assert failures
+        assert all(isinstance(each, CheckpointError) and each.kind == "group" for each in failures.values())
+
+
 def sub_group(rank: int, world: int, url: str) -> tuple[bool, bool] | str:
     group = dist.new_group([1, 2])
     if rank not in {1, 2}:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import os
+import pickle
 import signal
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +21,7 @@ from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from dcp_storage import CheckpointError, FsspecStorageReader, LoadOptions, StoreError
-from dcp_storage.exchange_rounds import meet
+from dcp_storage.exchange_rounds import _come, _gather, meet
 from dcp_storage.store import Store
 from dcp_storage.testing.faulty import Fault, FaultyStore
 from dcp_storage.testing.ranks import RankFailure, RankPool
@@ -62,9 +66,9 @@ class Planner(DefaultLoadPlanner):
 
 
 class Stopping(RequestStore):
-    """Stops its own process for some seconds at the second read, as a machine that swaps or is paused does."""
+    """Stops its own process, for some seconds or for good, at the second read, as a machine that swaps does."""
 
-    def __init__(self, inner: Store, seconds: float) -> None:
+    def __init__(self, inner: Store, seconds: float | None) -> None:
         super().__init__(inner)
         self.seconds = seconds
         self.reads = 0
@@ -73,8 +77,9 @@ class Stopping(RequestStore):
         if request.operation == "read_into":
             self.reads += 1
             if self.reads == 2:
-                wake = f"sleep {self.seconds}; kill -CONT {os.getpid()}"
-                subprocess.Popen(["sh", "-c", wake])
+                if self.seconds is not None:
+                    wake = f"sleep {self.seconds}; kill -CONT {os.getpid()}"
+                    subprocess.Popen(["sh", "-c", wake])
                 os.kill(os.getpid(), signal.SIGSTOP)
         return call()
 
@@ -92,6 +97,8 @@ def load_with(rank: int, world: int, url: str, what: str, deadline: float) -> Lo
             recording(reader, lambda store: FaultyStore(store, [faults[what]]))
         elif what == "stop":
             recording(reader, lambda store: Stopping(store, 3 * deadline))
+        elif what == "stop for good":
+            recording(reader, lambda store: Stopping(store, None))
         else:
             planner = Planner(what)
     begun = time.monotonic()
@@ -171,9 +178,52 @@ def test_a_rank_that_stops(ranks: RankPool, saved: str) -> None:
         assert rank == BAD or is_named(each), each.failure
 
 
+def stopped(rank: int, world: int, url: str) -> Loaded:
+    """A load in which one rank stops for good; the last of the others ends it."""
+    pids: list[Any] = [None] * world
+    dist.all_gather_object(pids, os.getpid())
+    found = load_with(rank, world, url, "stop for good", 1.0)
+    store = dist.distributed_c10d._get_default_store()
+    if store.add("done", 1) == world - 1:
+        os.kill(pids[BAD], signal.SIGKILL)
+    if rank == 0:  # the store lives in this rank
+        store.wait(["done"], timedelta(seconds=10))
+        while store.add("done", 0) < world - 1:
+            time.sleep(0.05)
+    return found
+
+
+def test_a_rank_that_stops_for_good(ranks: RankPool, saved: str) -> None:
+    """A rank that stays stopped is named by all others soon after the deadline, and none of them waits for it."""
+    found = ranks.run(stopped, 4, saved, timeout=40, allow_failures=True)
+    for rank in (0, 1, 3):
+        assert isinstance(found[rank], Loaded), found[rank]
+        assert is_named(found[rank]), found[rank].failure
+        assert found[rank].seconds < 10
+
+
+def retold() -> tuple[str, str]:
+    """A rank that gave up a meeting while its answer was on its way, and meets again: the names of both meetings."""
+    store = dist.HashStore()
+    with pytest.raises(CheckpointError, match="rank 0 "):
+        _come(store, 1, "first", None, "here", -0.5)  # no patience at all
+    store.set("dcp_storage/hello/1", base64.b64encode(pickle.dumps(("first", None))).decode())  # was taken before that
+    _gather(store, 2, "one", None, 0.0)
+    with ThreadPoolExecutor(1) as pool:
+        again = pool.submit(_come, store, 1, "second", None, "here", 5.0)
+        _gather(store, 2, "two", None, 5.0)
+        return again.result()[1], "two"
+
+
+def test_a_late_answer_is_not_taken_for_that_of_the_next_meeting() -> None:
+    """The word of an earlier call that nobody waited for any more is not heard by the next one."""
+    found, wanted = retold()
+    assert found == wanted
+
+
 def absent(rank: int, world: int, url: str) -> str:
     if rank == BAD:
-        time.sleep(4.0)
+        time.sleep(2.0)
         return ""
     reader = FsspecStorageReader(
         url, options=LoadOptions(share_reads=True, deadline=1.0), process_group=dist.group.WORLD

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 MAKE = """
-import sys, pickle, msgspec, pathlib
+import gc, sys, pickle, msgspec, pathlib
+gc.disable()  # millions of objects and no rings among them
 from dcp_storage.records import *
 from dcp_storage.torchview import metadata_of, stock_storage_data
 out, count = pathlib.Path(sys.argv[1]), int(sys.argv[2])
@@ -52,19 +53,23 @@ print(len(data), len(metadata.storage_data), after.ru_utime + after.ru_stime - b
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1300)
+@pytest.mark.timeout(2000)
 def test_a_million_chunks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """To parse, check and translate our manifest takes at most four times the CPU of unpickling stock's, and 6 GB."""
-    subprocess.run([sys.executable, "-c", MAKE, str(tmp_path), "1000000"], check=True, timeout=400)
+    """To parse, check and translate our manifest takes at most three times the CPU of unpickling stock's, and 4 GB."""
+    subprocess.run([sys.executable, "-c", MAKE, str(tmp_path), "1000000"], check=True, timeout=900)
     found = {}
     for what in ("manifest", "metadata"):
         done = subprocess.run(
-            [sys.executable, "-c", LOAD, str(tmp_path), what], check=True, timeout=400, capture_output=True, text=True
+            [sys.executable, "-c", LOAD, str(tmp_path), what],
+            check=True,
+            timeout=500,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         size, count, seconds, memory = done.stdout.split()
         assert count == "1000000"
         found[what] = float(seconds), int(memory)
         with capsys.disabled():
             print(f"\n{what}: {int(size) / 1e6:.0f} MB, {float(seconds):.1f} s CPU, {int(memory) / 1e9:.2f} GB")
-    assert found["manifest"][0] <= 4 * found["metadata"][0]
-    assert found["manifest"][1] <= 6e9
+    assert found["manifest"][0] <= 3 * found["metadata"][0]
+    assert found["manifest"][1] <= 4e9

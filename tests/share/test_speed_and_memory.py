@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from fsspec.callbacks import Callback
 
 from dcp_storage import FsspecStorageReader, FsspecStorageWriter, LoadOptions
 from dcp_storage.store import Store
@@ -23,6 +24,7 @@ from tests.share import MIB, recording, save_from, source
 T = TypeVar("T")
 
 LATENCY, CONNECTION, ALL = 0.02, 60e6, 240e6
+LARGE = 24 * MIB  # elements of 8 bytes
 SHAPES = {f"w{k}": (1024, 1024) for k in range(16)}
 
 
@@ -77,25 +79,37 @@ def test_four_replicas_load_twice_as_fast(tmp_path: Path, ranks: RankPool, capsy
     assert best[False] >= 2 * best[True]
 
 
+class Slow(Callback):
+    """Takes a while to be told of what has arrived."""
+
+    def relative_update(self, inc: int = 1) -> None:
+        time.sleep(0.002)
+
+
 def peak(rank: int, world: int, small: str, large: str, budget: int) -> tuple[int, bool]:
     """Bytes that the peak of a shared load lies above that of a warm-up, the target not counted."""
     options = LoadOptions(share_reads=True, deadline=60.0, memory_budget=budget)
-    state = {"large": torch.full((48 * MIB,), -7, dtype=torch.uint8)}
+    state = {"large": torch.full((LARGE,), -7)}
+    before = 0
     for url, wanted in ((small, {"small": torch.zeros(MIB, dtype=torch.uint8)}), (large, state)):
+        callback = Slow() if rank else None
+        reader = FsspecStorageReader(url, options=options, process_group=dist.group.WORLD, callback=callback)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        dcp.load(wanted, storage_reader=FsspecStorageReader(url, options=options, process_group=dist.group.WORLD))
+        dcp.load(wanted, storage_reader=reader)
     above = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-    return above, torch.equal(state["large"], source("large", (48 * MIB,), torch.uint8))
+    return above, torch.equal(state["large"], torch.arange(LARGE))
 
 
 def save_bytes(rank: int, world: int, small: str, large: str) -> None:
     dcp.save({"small": torch.zeros(MIB, dtype=torch.uint8)}, storage_writer=FsspecStorageWriter(small))
-    value = source("large", (48 * MIB,), torch.uint8)
-    dcp.save({"large": value}, storage_writer=FsspecStorageWriter(large))
+    dcp.save({"large": torch.arange(LARGE)}, storage_writer=FsspecStorageWriter(large))
 
 
 def test_an_exchange_keeps_to_its_budget(tmp_path: Path, ranks: RankPool) -> None:
-    """A checkpoint of ten times the budget on two replicas: above a warm-up less than budget and 64 MiB on each."""
+    """192 MiB on two replicas, one of them slow to take what it gets: above a warm-up less than budget and 64 MiB each.
+
+    The quick one would read its half, and hold it until it is sent.
+    """
     budget = 4 * MIB
     folders = str(tmp_path / "small"), str(tmp_path / "large")
     ranks.run(save_bytes, 1, *folders)

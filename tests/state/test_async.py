@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -259,6 +260,89 @@ def test_all_ranks_come_to_the_same_answer(tmp_path: Path, ranks: RankPool) -> N
     assert found == [([("broken", 1)], [False, True, False]), ([("broken", None)], [False, True, False])]
 
 
+def told_on_one(rank: int, world: int, path: str, how: dict[str, Any]) -> Any:
+    DCP.save({"n": 0}, checkpoint_id=f"{path}/taken")
+    first = DCP.async_save({"n": 0}, checkpoint_id=f"{path}/taken")
+    out: list[Any] = []
+    if rank == 0:  # asks, and goes on; the others do not ask
+        with pytest.raises(CheckpointExistsError):
+            first.wait(SECONDS)
+    elif rank == 1:
+        while not first.done:
+            time.sleep(0.01)
+    handle = None
+    for number in range(3):
+        try:
+            handle = DCP.async_save({"n": PerRank(number)}, checkpoint_id=f"{path}/{number}", **how)
+            handle.wait(SECONDS)
+        except CheckpointExistsError as error:
+            out.append((number, Path(str(error.path)).name))
+    found = {"n": PerRank()}
+    DCP.load(found, checkpoint_id=f"{path}/2")
+    return out, found["n"].value
+
+
+@pytest.mark.parametrize("how", [{}, {"if_busy": "skip"}, {"max_in_flight": 2}])
+def test_an_error_that_not_all_ranks_asked_for(tmp_path: Path, ranks: RankPool, how: dict[str, Any]) -> None:
+    """It is raised by the next call on every rank, once, so that no rank's save meets another save of the others."""
+    out = ranks.run(told_on_one, 2, str(tmp_path), how)
+    assert out == [([(0, "taken")], 2)] * 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "taken"]
+
+
+def begins_again(rank: int, world: int, path: str) -> Any:
+    DCP.save({"n": 0}, checkpoint_id=path)
+    first = DCP.async_save({"n": 0}, checkpoint_id=path)
+    while not first.done:
+        time.sleep(0.01)
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", rank=rank, world_size=world, init_method=f"file://{path}-store")
+    with pytest.raises(CheckpointExistsError):
+        DCP.async_save({"n": 1}, checkpoint_id=f"{path}-1")
+    DCP.async_save({"n": 1}, checkpoint_id=f"{path}-1").wait(SECONDS)
+    return Path(f"{path}-1/.commit").exists()
+
+
+def test_an_error_outlives_its_process_group(tmp_path: Path, ranks: RankPool) -> None:
+    """After the default group was made anew, the next call raises what nobody asked for under the old one."""
+    assert ranks.run(begins_again, 2, str(tmp_path / "c")) == [True, True]
+
+
+def test_threads_do_not_share_the_copies(tmp_path: Path) -> None:
+    """Calls from several threads at once save each its own values."""
+    numbers = [thread * 10 + turn for thread in range(3) for turn in range(4)]
+    errors: list[CheckpointError] = []
+
+    def one(thread: int) -> None:
+        try:
+            for turn in range(4):
+                number = thread * 10 + turn
+                DCP.async_save({"a": torch.full((500_000,), float(number))}, checkpoint_id=tmp_path / str(number))
+        except CheckpointError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+    DCP.async_save({"a": 1}, checkpoint_id=tmp_path / "last").wait(SECONDS)
+    assert not errors
+    for number in numbers:
+        found = {"a": torch.zeros(500_000)}
+        DCP.load(found, checkpoint_id=tmp_path / str(number))
+        assert found["a"].eq(number).all()
+
+
+def test_a_conjugate_is_another_value() -> None:
+    """Views that differ by a mark only, conjugate and negative, are copied as what they are."""
+    value = torch.tensor([1 + 2j])
+    names = [("a", value), ("b", value.conj()), ("c", value.imag), ("d", value.conj().imag)]
+    staged = Buffers().stage(names)
+    assert [one.item() for one in staged] == [1 + 2j, 1 - 2j, 2.0, -2.0]
+
+
 PROGRAM = """
 import sys, torch
 from dcp_storage import DCP
@@ -266,18 +350,20 @@ DCP.async_save({"a": torch.ones(2_000_000), "b": [1]}, checkpoint_id=sys.argv[1]
 """
 
 
-@pytest.mark.parametrize("mode", ["ends", pytest.param("raises", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "mode", ["ends", pytest.param("twice", marks=pytest.mark.slow), pytest.param("raises", marks=pytest.mark.slow)]
+)
 def test_the_end_of_the_program_waits(tmp_path: Path, mode: str) -> None:
     """A program that ends, or falls over, with a save in flight commits it; one that failed is shown."""
-    program = PROGRAM + ("" if mode == "ends" else "raise RuntimeError('over')\n")
+    program = PROGRAM + ("" if mode != "raises" else "raise RuntimeError('over')\n")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", program, str(tmp_path / "c")]
     first = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, check=False)
-    assert (first.returncode == 0) == (mode == "ends"), first.stderr
+    assert (first.returncode == 0) == (mode != "raises"), first.stderr
     found = {"a": torch.zeros(2_000_000), "b": None}
     DCP.load(found, checkpoint_id=tmp_path / "c")
     assert found["b"] == [1]
-    if mode == "ends":
+    if mode == "twice":
         again = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, check=False)
         assert "CheckpointExistsError" in again.stderr
         assert f"The asynchronous save to {tmp_path / 'c'} failed" in again.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -249,6 +250,67 @@ def test_schedulers(tmp_path: Path, kind: str, live: bool) -> None:
         if not live:
             scheduler.load_state_dict(found["scheduler"])
         assert go(optimizer, scheduler, 5) == wanted
+
+
+@pytest.mark.parametrize("milestones", [[2, 4], [3], [90]])
+def test_keys_that_are_numbers_stay_numbers(tmp_path: Path, milestones: list[int]) -> None:
+    """MultiStepLR keeps a Counter by step: it goes on with the saved milestones, whatever the loading one was given."""
+    multi = torch.optim.lr_scheduler.MultiStepLR
+
+    def make(marks: list[int]) -> tuple[Optimizer, Any]:
+        optimizer = SGD(net().parameters(), lr=1.0)
+        return optimizer, multi(optimizer, marks)
+
+    optimizer, scheduler = make([2, 4])
+    optimizer.step()
+    scheduler.step()
+    DCP.save({"optimizer": optimizer, "scheduler": scheduler}, checkpoint_id=tmp_path / "c")
+    other, found = make(milestones)
+    DCP.load({"optimizer": other, "scheduler": found}, checkpoint_id=tmp_path / "c")
+    assert_equal(found.milestones, scheduler.milestones)
+    rates = []
+    for _ in range(4):
+        other.step()
+        found.step()
+        rates.append(round(other.param_groups[0]["lr"], 6))
+    assert rates == [0.1, 0.1, 0.01, 0.01]
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_numbers_as_keys_without_a_template(tmp_path: Path, own: bool) -> None:
+    """Where the template does not tell, dict keys that are ints come back as ints, texts as texts, lists as lists."""
+    value = {"i": {1: {-2: torch.ones(1)}, 30: "a"}, "t": {"1": 5}, "l": [{"x": 1}, {2: 3}], "c": Counter({7: 2})}
+    wanted = {**value, "c": {7: 2}}
+    DCP.save({"a": PerRank(value) if own else value}, checkpoint_id=tmp_path / "c")
+    state: dict[str, Any] = {"a": PerRank() if own else None}
+    DCP.load(state, checkpoint_id=tmp_path / "c")
+    assert_equal(state["a"].value if own else state["a"], wanted)
+    renamed: dict[str, Any] = {"b": {"x": None}}
+    DCP.load(renamed, checkpoint_id=tmp_path / "c", keys={"a.i": "b.x", "a": None})
+    assert_equal(renamed["b"]["x"], wanted["i"])
+
+
+def test_an_optimizers_own_state_dict(tmp_path: Path) -> None:
+    """``optimizer.state_dict()`` as a plain value, loaded where nothing has stepped yet, is what was saved."""
+    model, other = net(1), net(2)
+    optimizer, found = AdamW(model.parameters()), AdamW(other.parameters())
+    stepped(model, optimizer)
+    DCP.save({"optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path / "c")
+    state = {"optimizer": found.state_dict()}
+    DCP.load(state, checkpoint_id=tmp_path / "c")
+    found.load_state_dict(state["optimizer"])
+    assert_equal(found.state_dict(), optimizer.state_dict())
+
+
+def test_a_list_of_other_ranks_is_not_saved_as_nothing(tmp_path: Path) -> None:
+    """A PerRank that has only the list of another number of ranks is refused, and names what to choose."""
+    holder = PerRank()
+    holder.saved = [1, 2]
+    with pytest.raises(CheckpointError, match="saved") as caught:
+        DCP.save({"a": holder}, checkpoint_id=tmp_path / "c")
+    assert caught.value.key == "a"
+    holder.value = holder.saved[0]
+    DCP.save({"a": holder}, checkpoint_id=tmp_path / "c")
 
 
 def test_a_grad_scaler(tmp_path: Path) -> None:

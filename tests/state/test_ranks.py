@@ -252,7 +252,13 @@ def parallel(rank: int, world: int, path: str, saver: str, loader: str, trained:
 
 @pytest.mark.parametrize(
     ("saver", "loader"),
-    [("ddp", "fsdp"), ("fsdp", "tp"), ("tp", "ddp"), ("compiled fsdp", "compiled ddp"), ("plain", "fsdp")],
+    [
+        ("ddp", "fsdp"),
+        ("fsdp", "tp"),
+        ("tp", "ddp"),
+        pytest.param("compiled fsdp", "compiled ddp", marks=pytest.mark.slow),
+        ("plain", "fsdp"),
+    ],
 )
 def test_from_one_parallelism_to_another(tmp_path: Path, ranks: RankPool, saver: str, loader: str) -> None:
     """Parameters, buffers and optimizer state arrive bit for bit, from whatever wrapping into whatever other."""

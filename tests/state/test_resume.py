@@ -10,8 +10,9 @@ from dcp_storage.testing.ranks import RankPool
 from tests.state.training import SAVE_AT, STEPS, run, run_elsewhere
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [2, 4])
 def test_the_same_run_bit_for_bit(tmp_path: Path, ranks: RankPool, world: int) -> None:
     """On 2 and 4 ranks (FSDP2, dropout, AdamW, cosine, a shuffled loader) the second half is that of two whole runs."""
     path = str(tmp_path / "c")

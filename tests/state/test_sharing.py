@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from dcp_storage import DCP, LoadOptions
+from dcp_storage import DCP, FsspecStorageReader, LoadOptions
 from dcp_storage.state_ranks import Ranks
 from dcp_storage.state_sharing import Sharing, Wants
 from dcp_storage.testing.ranks import RankPool
@@ -58,9 +58,5 @@ def test_where_reads_are_shared(
 )
 def test_when_it_pays(wants: list[tuple[int, bytes, int]], remote: bool, pays: bool) -> None:
     """Replicas of enough bytes of a remote store share; shards, stages of a pipeline and small states do not."""
-
-    def never() -> Any:
-        raise AssertionError("nobody asked for the reader")
-
-    sharing = Sharing(Ranks(0, 2, None, False), remote, never)
+    sharing = Sharing(Ranks(0, 2, None, False), remote, FsspecStorageReader("memory://nowhere"))
     assert sharing.pays([Wants(own * MIB, keys, whole * MIB) for own, keys, whole in wants]) is pays

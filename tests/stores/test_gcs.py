@@ -23,6 +23,7 @@ from dcp_storage.errors import (
     ObjectExistsError,
     ObjectNotFoundError,
     ObjectTooShortError,
+    StoreError,
     UntrustedDataError,
 )
 from dcp_storage.names import is_ours
@@ -411,11 +412,27 @@ class TestOptions:
         assert users.cat(f"{folder.path}/a") == b"1"
         assert users.session is not store._session.filesystem().session
 
-    @pytest.mark.parametrize("options", [{"asynchronous": True}, {"access": "everything"}, {"token": 7}])
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"asynchronous": True},
+            {"access": "everything"},
+            {"token": 7},
+            {"token": {"type": "nothing"}},
+            {"session_kwargs": {"no_such_option": 1}},
+        ],
+    )
     def test_impossible_options(self, folder: GcsFolder, options: dict[str, Any]) -> None:
         """Options that gcsfs cannot use are refused with a sentence, at the latest by the first call."""
         with pytest.raises(ValueError, match=r"storage_options"):
             folder.open(options).entries()
+
+    @pytest.mark.parametrize("endpoint", ["127.0.0.1:9", "localhost"])
+    def test_no_endpoint(self, folder: GcsFolder, endpoint: str) -> None:
+        """An endpoint_url that is no URL of a server is an error at once: asking again does not help."""
+        with pytest.raises(StoreError) as caught:
+            folder.open({"endpoint_url": endpoint}).entries()
+        assert not caught.value.transient
 
     def test_requester_pays(self, server: GcsServer, folder: GcsFolder) -> None:
         """The project that pays is named in every request."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import fsspec
 import pytest
+from azure.core.exceptions import ServiceRequestError, ServiceResponseTimeoutError
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
@@ -361,6 +362,9 @@ class HTTPError(Exception):
         (HTTPError(404), ObjectNotFoundError, errno.ENOENT, False, False),
         (HTTPError(400), StoreError, None, False, False),
         (RuntimeError("x"), StoreError, None, False, False),
+        # Azure's client has tried for a minute by itself; the blob may be there all the same.
+        (ServiceRequestError("x"), StoreError, None, False, True),
+        (ServiceResponseTimeoutError("x"), StoreError, None, False, True),
     ],
 )
 def test_errors_are_translated(

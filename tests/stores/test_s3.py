@@ -27,6 +27,8 @@ from dcp_storage.errors import (
     UntrustedDataError,
 )
 from dcp_storage.store import Atomicity, Buffers, Store
+from dcp_storage.stores.location import parse_location
+from dcp_storage.stores.opening import open_store
 from dcp_storage.stores.s3 import S3Store, open_s3
 from dcp_storage.stores.s3_session import s3fs_options
 from dcp_storage.testing.conformance import StoreConformance
@@ -438,6 +440,18 @@ class TestSeaweed:
         assert (error.errno, error.transient, error.ambiguous) == (errno.EACCES, False, False)
         assert "credentials" in error.message
 
+    @pytest.mark.parametrize("signed", [True, False])
+    def test_payload_signing(self, folder: Folder, signed: bool) -> None:
+        """A server that checks signatures takes bodies with and without a hash in them, and checks the CRC of both."""
+        store = folder.open({"config_kwargs": {"s3": {"payload_signing_enabled": signed}}})
+        data = os.urandom(MIB)
+        store.put("a", pieces(data[:7], b"", data[7:]), crc32=zlib.crc32(data))
+        assert folder.get("a") == data
+        with pytest.raises(StoreError) as caught:
+            store.put("b", pieces(data), crc32=zlib.crc32(data) ^ 1)
+        assert not caught.value.transient
+        assert [e.name for e in store.entries()] == ["a"]
+
     def test_wrong_crc(self, folder: Folder) -> None:
         """A body and a part that do not match their CRC are refused."""
         store = folder.open()
@@ -494,6 +508,53 @@ class TestOptions:
         assert options["config_kwargs"]["read_timeout"] == 3
         assert options["config_kwargs"]["connect_timeout"] == 10
         assert mine == {"config_kwargs": {"retries": {"max_attempts": 7}, "read_timeout": 3}, "anon": True}
+
+    @pytest.mark.parametrize(
+        ("users", "wanted"),
+        [
+            ({}, {"payload_signing_enabled": False}),
+            ({"s3": None}, {"payload_signing_enabled": False}),
+            ({"s3": {"addressing_style": "path"}}, {"payload_signing_enabled": False, "addressing_style": "path"}),
+            ({"s3": {"payload_signing_enabled": True}}, {"payload_signing_enabled": True}),
+        ],
+    )
+    def test_payload_signing(self, users: dict[str, Any], wanted: dict[str, Any]) -> None:
+        """Bodies are not hashed unless the user wants it; the other settings for S3 stay, and none is changed."""
+        mine = {"config_kwargs": dict(users)}
+        assert s3fs_options(mine, max_concurrency=4)["config_kwargs"]["s3"] == wanted
+        assert mine == {"config_kwargs": users}
+
+    @pytest.mark.parametrize("signed", [True, False])
+    def test_what_is_signed_is_sent(self, folder: Folder, signed: bool) -> None:
+        """A body, hashed for its signature or not, arrives whole in a put, a create and a part."""
+        store = folder.open({"config_kwargs": {"s3": {"payload_signing_enabled": signed}}})
+        store.put("a", pieces(b"ab", b"", b"cde"), crc32=zlib.crc32(b"abcde"))
+        store.create("b", b"fgh")
+        upload = store.upload("c")
+        upload.write_part(1, 0, pieces(b"i" * MIB, b"j"))
+        upload.complete()
+        assert store.read("a", limit=9) == b"abcde"
+        assert store.read("b", limit=9) == b"fgh"
+        assert store.read("c", limit=2 * MIB) == b"i" * MIB + b"j"
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"no_such_option": 1},
+            {"session": "x"},
+            {"client_kwargs": "x"},
+            {"client_kwargs": {"no_such_option": 1}},
+            {"config_kwargs": "x"},
+            {"config_kwargs": {"no_such_option": 1}},
+            {"config_kwargs": {"s3": "x"}},
+            {"client_kwargs": {"endpoint_url": "localhost:9"}},
+        ],
+    )
+    def test_impossible_options(self, server: S3Endpoint, options: dict[str, Any]) -> None:
+        """Options that s3fs or botocore cannot use are refused with a sentence, at the latest by the first call."""
+        place = parse_location("s3://bucket/run")
+        with pytest.raises(InvalidLocationError, match="storage_options"):
+            open_store(place, {**server.storage_options, **options}).entries()
 
     def test_asynchronous(self) -> None:
         """An asynchronous filesystem, which has no loop of its own, is refused with a sentence."""

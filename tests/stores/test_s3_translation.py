@@ -211,6 +211,28 @@ class TestListing:
         assert found[0].modified is None
         folder.open().abort_uploads(["last"])
 
+    def test_uploads_without_a_word_on_more(self, folder: Folder, proxy: FaultyHTTP) -> None:
+        """As rclone answers: no IsTruncated where nothing follows, and an error that knows of no upload, both whole."""
+        page = b"""<ListMultipartUploadsResult><Bucket>%s</Bucket><MaxUploads>1000</MaxUploads>
+        <Upload><Key>run/step-1/a</Key><UploadId>i</UploadId></Upload></ListMultipartUploadsResult>"""
+        none = b"<Error><Code>NoSuchUpload</Code><Message>NoSuchUpload</Message></Error>"
+        proxy.faults = [
+            Fault("reply", on("GET", "uploads"), status=200, body=page % folder.bucket.encode()),
+            Fault("reply", on("GET", "uploads"), status=404, body=none),
+        ]
+        store = folder.open(endpoint=proxy.url)
+        assert [e.name for e in store.open_uploads()] == ["a"]
+        assert store.open_uploads() == []
+
+    @pytest.mark.parametrize(("told", "most"), [("another", 1000), ("", 1000), (None, 1)])
+    def test_uploads_that_may_go_on(self, folder: Folder, proxy: FaultyHTTP, told: str | None, most: int) -> None:
+        """Without IsTruncated an answer that is not of our bucket, or that is full, is no whole list: it raises."""
+        named = (folder.bucket if told is None else told).encode()
+        page = b"""<ListMultipartUploadsResult><Bucket>%s</Bucket><MaxUploads>%d</MaxUploads>
+        <Upload><Key>run/step-1/a</Key><UploadId>i</UploadId></Upload></ListMultipartUploadsResult>"""
+        proxy.faults = [Fault("reply", on("GET", "uploads"), status=200, body=page % (named, most))]
+        assert caught(folder.open(endpoint=proxy.url).open_uploads).transient
+
 
 class TestReads:
     @pytest.mark.parametrize("size", [1000, 3 * MIB])

@@ -298,6 +298,30 @@ def test_without_the_extra_it_says_what_to_install(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_output_that_cannot_be_written(tmp_path: Path) -> None:
+    """A reader that has seen enough changes no exit code; a full disk is said; no encoding breaks a report."""
+    src = Place(str(tmp_path / "run" / "step-1"))
+    save({"weight": torch.ones(4)}, src.writer())
+    listing = [sys.executable, "-W", "ignore", "-m", "dcp_storage", "ls", str(tmp_path / "run")]
+    closed, gone = os.pipe()
+    os.close(closed)
+    for arguments in (listing, [*listing, "--json"]):
+        process = subprocess.run(arguments, stdout=gone, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=60)
+        assert (process.returncode, process.stderr) == (0, "")
+    os.close(gone)
+    with open("/dev/full", "wb") as full:
+        process = subprocess.run(listing, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=60)
+    assert process.returncode == 2
+    assert process.stderr == (
+        "Standard output cannot be written to: No space left on device. The exit code would be 0.\n"
+    )
+    copying = command("cp", src.url, str(tmp_path / "kept"), PYTHONIOENCODING="ascii")
+    out, err = copying.communicate(timeout=60)
+    assert (copying.returncode, err) == (0, "")
+    assert " \\u2192 " in out
+
+
+@pytest.mark.slow
 def test_an_interrupted_copy_leaves_nothing_half_done(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """Ctrl-C ends with 130, no commit and no open upload; the same command again ends well."""
     dst = place_of(request, "moto")
@@ -308,7 +332,7 @@ def test_an_interrupted_copy_leaves_nothing_half_done(request: pytest.FixtureReq
     process = command(*arguments, **environment)
     until = time.monotonic() + 60
     while not dst.shards() and time.monotonic() < until and process.poll() is None:
-        time.sleep(0.02)
+        time.sleep(0.2)  # the server shares this process, and one answer at a time
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
