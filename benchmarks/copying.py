@@ -41,7 +41,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             dcp.save(state, storage_writer=FsspecStorageWriter(folder), no_dist=True)
             for number in range(rounds + 1):
-                for what in wall:
+                for what in ("save", "copy"):
                     target = f"s3://bench/{what}-{number}"
                     begun, busy = time.perf_counter(), time.process_time()
                     if what == "save":

@@ -34,6 +34,7 @@ class Case:
         endpoint: the server's URL.
         options: of ours.
         label: how the row is called; the subject by default.
+        ranks: processes, each with a state of its own.
     """
 
     subject: str
@@ -43,6 +44,7 @@ class Case:
     endpoint: str = ""
     options: dict[str, int] = field(default_factory=dict)
     label: str = ""
+    ranks: int = 1
 
 
 @dataclass
@@ -157,7 +159,10 @@ def shaped(url: str, shape: Shape) -> Iterator[str]:
 
 
 def _once(case: Case) -> dict[str, Any]:
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.worker", case.subject, case.action]
+    launch = ["-W", "ignore"]
+    if case.ranks > 1:
+        launch += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.ranks)]
+    command = [sys.executable, *launch, "-m", "benchmarks.worker", case.subject, case.action]
     command += ["--state", case.state, "--url", case.url, "--endpoint", case.endpoint]
     command += ["--options", json.dumps(case.options)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=LIMIT)

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -117,7 +118,8 @@ def _print(text: str, number: int) -> None:
         sys.stdout.flush()
     except OSError as error:
         # What is still in the buffer goes nowhere, or the interpreter would fail over it once more at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        with Path(os.devnull).open("wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             return
         sys.stderr.write(f"Standard output cannot be written to: {error.strerror}. The exit code would be {number}.\n")

@@ -43,6 +43,7 @@ def test_the_errors_are_found_where_the_readme_says(tmp_path: Path) -> None:
     assert re.search(r"^.*step-500 holds a committed checkpoint already\. .*$", done.stdout, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_the_run_of_the_readme_goes_on(tmp_path: Path) -> None:
     """The README's third block keeps three steps, and run again goes on from the last of them."""
     text = "import torch\n" + blocks_of_the_readme()[2]

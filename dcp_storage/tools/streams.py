@@ -225,16 +225,20 @@ class FileSums:
         return out
 
 
-def read_part(store: Store, sums: FileSums, part: Part) -> memoryview:
+def read_part(store: Store, sums: FileSums, part: Part, data: memoryview) -> None:
     """Reads a part and checksums it; where it is not as committed, once more: it may be the way that altered it.
+
+    Args:
+        store: the folder.
+        sums: of the file; gets those of the part.
+        part: which bytes.
+        data: where they go; of the part's size.
 
     Raises:
         ObjectNotFoundError, ObjectTooShortError: as the store does.
     """
-    data = memoryview(bytearray(part.size))
     name = sums.layout.record.name
     store.read_into(name, part.start, [data])
     if not sums.look(part, data):
         store.read_into(name, part.start, [data])
         sums.look(part, data)
-    return data

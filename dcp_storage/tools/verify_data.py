@@ -99,7 +99,7 @@ class _Reading:
         if layout.record.name in self.gone:
             return None
         try:
-            read_part(self.store, sums, part)
+            read_part(self.store, sums, part, memoryview(bytearray(part.size)))
         except (ObjectNotFoundError, ObjectTooShortError) as error:
             return self._note_gone(layout, error)
         self._count(part.size)

@@ -307,7 +307,8 @@ def work():
     {body}
 work()
 """
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", text], stderr=subprocess.PIPE, text=True, timeout=120)
+    program = [sys.executable, "-W", "ignore", "-c", text]
+    done = subprocess.run(program, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
     return done.returncode, done.stderr
 
 

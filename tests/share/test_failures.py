@@ -204,7 +204,7 @@ def test_a_rank_that_stops_for_good(ranks: RankPool, saved: str) -> None:
 
 def retold() -> tuple[str, str]:
     """A rank that gave up a meeting while its answer was on its way, and meets again: the names of both meetings."""
-    store = dist.HashStore()
+    store = dist.HashStore()  # type: ignore[attr-defined]  # torch lists it in no __all__
     with pytest.raises(CheckpointError, match="rank 0 "):
         _come(store, 1, "first", None, "here", -0.5)  # no patience at all
     store.set("dcp_storage/hello/1", base64.b64encode(pickle.dumps(("first", None))).decode())  # was taken before that

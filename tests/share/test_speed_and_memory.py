@@ -79,7 +79,7 @@ def test_four_replicas_load_twice_as_fast(tmp_path: Path, ranks: RankPool, capsy
     assert best[False] >= 2 * best[True]
 
 
-class Slow(Callback):
+class Slow(Callback):  # type: ignore[misc]  # fsspec is not annotated
     """Takes a while to be told of what has arrived."""
 
     def relative_update(self, inc: int = 1) -> None:

@@ -297,24 +297,27 @@ def test_without_the_extra_it_says_what_to_install(tmp_path: Path) -> None:
     assert err == "The command line needs typer: pip install 'dcp-storage[cli]'\n"
 
 
+def written_to(output: int, *arguments: str) -> tuple[int, str]:
+    """Exit code and standard error of a command whose standard output goes there."""
+    program = [sys.executable, "-W", "ignore", "-m", "dcp_storage", *arguments]
+    done = subprocess.run(program, stdout=output, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=60, check=False)
+    return done.returncode, done.stderr
+
+
 @pytest.mark.slow
 def test_output_that_cannot_be_written(tmp_path: Path) -> None:
     """A reader that has seen enough changes no exit code; a full disk is said; no encoding breaks a report."""
     src = Place(str(tmp_path / "run" / "step-1"))
     save({"weight": torch.ones(4)}, src.writer())
-    listing = [sys.executable, "-W", "ignore", "-m", "dcp_storage", "ls", str(tmp_path / "run")]
+    listing = ["ls", str(tmp_path / "run")]
     closed, gone = os.pipe()
     os.close(closed)
     for arguments in (listing, [*listing, "--json"]):
-        process = subprocess.run(arguments, stdout=gone, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=60)
-        assert (process.returncode, process.stderr) == (0, "")
+        assert written_to(gone, *arguments) == (0, "")
     os.close(gone)
-    with open("/dev/full", "wb") as full:
-        process = subprocess.run(listing, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=60)
-    assert process.returncode == 2
-    assert process.stderr == (
-        "Standard output cannot be written to: No space left on device. The exit code would be 0.\n"
-    )
+    with Path("/dev/full").open("wb") as full:
+        said = "Standard output cannot be written to: No space left on device. The exit code would be 0.\n"
+        assert written_to(full.fileno(), *listing) == (2, said)
     copying = command("cp", src.url, str(tmp_path / "kept"), PYTHONIOENCODING="ascii")
     out, err = copying.communicate(timeout=60)
     assert (copying.returncode, err) == (0, "")
