@@ -18,7 +18,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from gcsfs.retry import HttpError, NonRetryableError
 from google.auth.exceptions import GoogleAuthError, TransportError
 
-from dcp_storage.errors import ObjectExistsError, ObjectNotFoundError, StoreError
+from dcp_storage.errors import CheckpointError, ObjectExistsError, ObjectNotFoundError, StoreError
 
 __all__ = ["Refused", "Request", "translated"]
 
@@ -30,6 +30,8 @@ NEVER_PASSING: tuple[type[BaseException], ...] = (
     aiohttp.NonHttpUrlClientError,
 )
 LOCAL_FILES: tuple[type[BaseException], ...] = (FileNotFoundError, PermissionError)  # a file with credentials
+# Met while a request is signed or its URL is built, where an option is not what the libraries take it for.
+UNMADE: tuple[type[Exception], ...] = (ValueError, TypeError, AttributeError)
 FOREIGN: tuple[type[BaseException], ...] = (
     *AUTH,
     *NETWORK,
@@ -144,12 +146,17 @@ def translated(request: Request) -> Iterator[None]:
     """Raises what the client libraries raise inside the block as a StoreError about ``request``."""
     try:
         yield
-    except StoreError:  # an OSError too, and already ours
+    except CheckpointError:  # some are OSErrors or ValueErrors too, and all are ours already
         raise
     except Refused as error:
         raise _answered(request, error) from error
     except FOREIGN as error:
         raise _unanswered(request, error) from error
+    except UNMADE as error:
+        said = (
+            f"the request could not be made ({type(error).__name__}: {error}); is a storage option of the wrong kind?"
+        )
+        raise request.error(said, error, errno=errno.EINVAL, ambiguous=False) from error
 
 
 def _answered(request: Request, error: Refused) -> StoreError:

@@ -18,10 +18,12 @@ from aiohttp.http_exceptions import HttpProcessingError
 from botocore import exceptions as boto
 from botocore.parsers import ResponseParserError
 
-from dcp_storage.errors import ObjectNotFoundError, StoreError
+from dcp_storage.errors import CheckpointError, ObjectNotFoundError, StoreError
 
 __all__ = ["Request", "code_of", "field_of", "status_of", "translated"]
 
+# Met while a request is signed or its URL is built, where an option is not what the libraries take it for.
+UNMADE: tuple[type[Exception], ...] = (ValueError, TypeError, AttributeError)
 FOREIGN: tuple[type[BaseException], ...] = (
     boto.ClientError,
     boto.BotoCoreError,
@@ -176,12 +178,17 @@ def translated(request: Request) -> Iterator[None]:
     """Raises what the client libraries raise inside the block as a StoreError about ``request``."""
     try:
         yield
-    except StoreError:  # an OSError too, and already ours
+    except CheckpointError:  # some are OSErrors or ValueErrors too, and all are ours already
         raise
     except boto.ClientError as error:
         raise _answered(request, error) from error
     except FOREIGN as error:
         raise _unanswered(request, error) from error
+    except UNMADE as error:
+        said = (
+            f"the request could not be made ({type(error).__name__}: {error}); is a storage option of the wrong kind?"
+        )
+        raise request.error(said, error, errno=errno.EINVAL, ambiguous=False) from error
 
 
 def _answered(request: Request, error: Any) -> StoreError:

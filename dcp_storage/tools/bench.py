@@ -7,7 +7,6 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from dcp_storage.errors import CheckpointNotFoundError
 from dcp_storage.names import CLAIM, new_token
 from dcp_storage.options import MIB, SaveOptions
 from dcp_storage.store import Store
+from dcp_storage.tools.crew import Crew
 from dcp_storage.tools.opening import Folder, folder_at
 from dcp_storage.tools.reports import ToolReport
 
@@ -201,21 +201,20 @@ class _Trial:
         begun = time.monotonic()
         next_ = 0
 
-        def work() -> int:
+        def work() -> None:
             nonlocal next_
-            count = 0
-            while True:
+            while not crew.failed.is_set():
                 with lock:
                     number = next_
                     if number >= most or (number and time.monotonic() - begun >= self.seconds):
-                        return count
+                        return
                     next_ += 1
                 call(number)
-                count += 1
 
-        with ThreadPoolExecutor(concurrency, thread_name_prefix="dcp_storage-bench") as pool:
-            done = sum(pool.map(lambda _: work(), range(concurrency)))
-        return done, max(time.monotonic() - begun, 1e-9)
+        with Crew(concurrency, concurrency) as crew:  # which ends only when all have ended, also after an interrupt
+            for _ in range(concurrency):
+                crew.do(1, work)
+        return next_, max(time.monotonic() - begun, 1e-9)
 
     def clean(self) -> None:
         """Removes what was written, also where it is interrupted meanwhile."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import statistics
 import threading
 import time
 import zlib
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -16,6 +16,7 @@ from dcp_storage.errors import ObjectExistsError, ObjectNotFoundError, ObjectToo
 from dcp_storage.names import CLAIM, new_token
 from dcp_storage.store import Atomicity, Store
 from dcp_storage.stores.probing import refuses_second_multipart
+from dcp_storage.tools.crew import Crew
 
 __all__ = ["CHECKS", "Answer", "Bench", "Failed"]
 
@@ -202,21 +203,27 @@ def _race(bench: Bench) -> int:
     """How many of some creates of one name at once say that they made it."""
     name = bench.name()
     start = threading.Barrier(_RACERS)
+    won = [False] * _RACERS
 
-    def one(number: int) -> bool:
+    def one(number: int) -> None:
         start.wait(timeout=60)
         try:
             bench.store.create(name, _BODY + bytes([number]))
         except ObjectExistsError:
-            return False
+            return
         except StoreError as error:
             if error.ambiguous or error.transient:
-                return False  # a conflict that the server could not settle: it did not say yes
+                return  # a conflict that the server could not settle: it did not say yes
             raise
-        return True
+        won[number] = True
 
-    with ThreadPoolExecutor(_RACERS, thread_name_prefix="dcp_storage-doctor") as pool:
-        won = list(pool.map(one, range(_RACERS)))
+    with Crew(_RACERS, _RACERS) as crew:  # which ends only when all have ended, also after an interrupt
+        try:
+            for number in range(_RACERS):
+                crew.do(1, functools.partial(one, number))
+        except BaseException:
+            start.abort()  # those that wait for the rest
+            raise
     body = bench.store.read(name, limit=len(_BODY) + 1) if any(won) else b""
     if any(won) and not won[body[-1]]:
         return max(2, sum(won))  # one that was told no has its bytes there

@@ -427,7 +427,7 @@ class TestOptions:
         with pytest.raises(ValueError, match=r"storage_options"):
             folder.open(options).entries()
 
-    @pytest.mark.parametrize("endpoint", ["127.0.0.1:9", "localhost"])
+    @pytest.mark.parametrize("endpoint", ["127.0.0.1:9", "localhost", "http://127.0.0.1:99999"])
     def test_no_endpoint(self, folder: GcsFolder, endpoint: str) -> None:
         """An endpoint_url that is no URL of a server is an error at once: asking again does not help."""
         with pytest.raises(StoreError) as caught:

@@ -556,6 +556,14 @@ class TestOptions:
         with pytest.raises(InvalidLocationError, match="storage_options"):
             open_store(place, {**server.storage_options, **options}).entries()
 
+    @pytest.mark.parametrize("options", [{"token": 5}, {"key": 1}])
+    def test_options_met_late(self, server: S3Endpoint, options: dict[str, Any]) -> None:
+        """Credentials that are no text, met only when a request is signed, are a StoreError at once."""
+        store = open_store(parse_location("s3://bucket/run"), {**server.storage_options, **options})
+        with pytest.raises(StoreError, match="storage option") as caught:
+            store.entries()
+        assert not caught.value.transient
+
     def test_asynchronous(self) -> None:
         """An asynchronous filesystem, which has no loop of its own, is refused with a sentence."""
         with pytest.raises(ValueError, match="asynchronous"):
