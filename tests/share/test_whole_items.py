@@ -41,7 +41,7 @@ def replica(rank: int, world: int, small: str, large: str, budget: int) -> tuple
     shared = False
     for url, wanted in ((small, {"w0": torch.zeros(MIB, dtype=torch.uint8)}), (large, state)):
         reader = FsspecStorageReader(url, options=options, process_group=dist.group.WORLD, require_commit=False)
-        slow = [Fault("read_into", nth=None, action="delay", seconds=0.005)] if rank == SLOW else []
+        slow = [Fault("read_into", nth=None, action="delay", seconds=0.04)] if rank == SLOW else []
         stores = recording(reader, lambda store, slow=slow: FaultyStore(store, slow))  # type: ignore[misc]
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         dcp.load(wanted, storage_reader=reader)
