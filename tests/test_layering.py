@@ -55,8 +55,8 @@ LAYERS = tuple(
     state_save state_spread
     state_load state_async
     state
-    tools.drawing tools.opening tools.reports tools.crew tools.streams tools.copy_journal tools.doctor_checks
-    tools.values tools.verify_data tools.verify_view tools.copy_files
+    tools.drawing tools.opening tools.reports tools.crew tools.streams tools.copy_journal
+    tools.doctor_checks tools.values tools.verify_data tools.verify_view tools.copy_files
     tools.describe tools.verify tools.copy tools.adopt tools.doctor tools.bench
     tools.runs tools.pins
     tools.listing tools.delete
