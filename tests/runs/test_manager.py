@@ -322,7 +322,7 @@ def test_a_program_that_ends_waits_for_its_save(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_error_that_nobody_asked_for_is_shown_at_the_end(tmp_path: Path) -> None:
-    """A save in the background that failed is shown, once, when the program ends without asking."""
+    """A save in the background that failed is shown when the program ends without asking."""
     _, said = ended(tmp_path, "manager.save(1, state(1))", "manager.async_save(1, state(2))")
     last = said.splitlines()[-1]
     assert last.startswith("dcp_storage.errors.CheckpointExistsError: ")

@@ -158,7 +158,7 @@ def test_cp_refuses_and_replaces(tmp_path: Path) -> None:
     assert run("cp", dst.url, dst.url).exit_code == 2
 
 
-@pytest.mark.parametrize("where", ["local", "moto"])
+@pytest.mark.parametrize("where", ["local", pytest.param("moto", marks=pytest.mark.slow)])
 def test_doctor_and_bench_leave_nothing(request: pytest.FixtureRequest, where: str) -> None:
     """Both print what they found, end with 0 on a fit store, and leave no object."""
     place = place_of(request, where)

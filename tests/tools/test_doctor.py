@@ -296,7 +296,7 @@ def test_ctrl_c_leaves_nothing(place: Place, tool: str) -> None:
     def ask(at: set[int]) -> None:
         doctor_folder(under(at)) if tool == "doctor" else bench_folder(under(at), 0.2, 32 * MIB)
 
-    for at in (1, 2, 5, 9, 14, 20):  # so many requests there are in any case; how many more, time decides
+    for at in (2, 9):  # so many requests there are in any case; how many more, time decides
         for again in ({at}, {at, at + 1}):  # the one after an interrupt is of the cleaning
             with pytest.raises(KeyboardInterrupt):
                 ask(again)
