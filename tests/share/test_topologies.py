@@ -27,8 +27,10 @@ CASES: list[tuple[int, Layout, int, Layout]] = [
     (4, ((4,), ("S0",)), 1, ONE),
     (4, ((4,), ("S0",)), 4, ((4,), ("S1",))),
     (2, ((2,), ("S1",)), 4, ((4,), ("S1",))),
-    (2, ((2,), ("S0",)), 4, ((4,), ("R",))),
     (4, ((2, 2), ("R", "S0")), 4, ((2, 2), ("R", "S0"))),
+]
+MORE: list[tuple[int, Layout, int, Layout]] = [
+    (2, ((2,), ("S0",)), 4, ((4,), ("R",))),
     (2, ((2,), ("S0",)), 3, ONE),
 ]
 LARGE: list[tuple[int, Layout, int, Layout]] = [
@@ -60,7 +62,11 @@ def hold(found: list[Loaded], size: int) -> None:
     assert sum(each.read for each in found) <= 1.05 * size
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}:{''.join(c[1][1])}-{c[2]}:{''.join(c[3][1])}")
+@pytest.mark.parametrize(
+    "case",
+    [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE)],
+    ids=lambda c: f"{c[0]}:{''.join(c[1][1])}-{c[2]}:{''.join(c[3][1])}",
+)
 def test_each_byte_leaves_the_store_once(
     tmp_path: Path, ranks: RankPool, case: tuple[int, Layout, int, Layout]
 ) -> None:
@@ -79,7 +85,7 @@ def test_each_byte_leaves_the_store_once_on_eight_ranks(
     hold(found, size_of(tmp_path / "one"))
 
 
-@pytest.mark.parametrize("budget", [64 * KIB, MIB])
+@pytest.mark.parametrize("budget", [64 * KIB, pytest.param(MIB, marks=pytest.mark.slow)])
 def test_a_small_budget_is_enough(tmp_path: Path, ranks: RankPool, budget: int) -> None:
     """With memory for hardly a segment at a time the exchange comes to its end all the same."""
     options = LoadOptions(share_reads=True, deadline=60.0, memory_budget=budget, part_size=64 * KIB, max_concurrency=2)
