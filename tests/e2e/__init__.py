@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 from collections.abc import Callable, Mapping
@@ -81,8 +82,7 @@ class Place:
             root = "/" + self.url.removeprefix("memory://").strip("/") + "/"
             held = fsspec.filesystem("memory").store
             return {path.removeprefix(root): len(body.getvalue()) for path, body in held.items() if root in path}
-        folder = self._folder()
-        return {file.name: file.stat().st_size for file in folder.iterdir()} if folder.is_dir() else {}
+        return _files_in(self._folder())
 
     def get(self, name: str) -> bytes:
         """The bytes of one object."""
@@ -235,6 +235,15 @@ def like(state: Any, fill: float = -7) -> Any:
     if isinstance(state, list):
         return [like(value, fill) for value in state]
     return None
+
+
+def _files_in(folder: Path) -> dict[str, int]:
+    # A rank at work beside us may rename or remove a file between the listing and the stat: it is then not there.
+    found: dict[str, int] = {}
+    for file in folder.iterdir() if folder.is_dir() else ():
+        with contextlib.suppress(FileNotFoundError):
+            found[file.name] = file.stat().st_size
+    return found
 
 
 def small_state(seed: int = 0) -> dict[str, Any]:
