@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -132,9 +133,10 @@ class LightServer:
 
 
 def process_cpu(pid: int) -> float:
-    """User and system seconds of a process so far."""
+    """User and system seconds of a process and of its living children so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICK
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return (int(fields[11]) + int(fields[12])) / TICK + sum(process_cpu(int(child)) for child in children)
 
 
 @contextlib.contextmanager
@@ -146,8 +148,8 @@ def serving(*arguments: str) -> Iterator[tuple[str, int]]:
     try:
         yield process.stdout.readline().strip(), process.pid
     finally:
-        process.kill()
-        process.wait(timeout=10)
+        process.send_signal(signal.SIGINT)  # so that it ends what it started
+        process.wait(timeout=60)
 
 
 @contextlib.contextmanager

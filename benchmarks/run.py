@@ -9,7 +9,6 @@ import argparse
 import json
 import os
 import platform
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -53,18 +52,22 @@ def main() -> None:
     size.add_argument("--quick", action="store_true", help="minutes (the default)")
     size.add_argument("--full", action="store_true", help="GPT-2 124M with AdamW and five rounds; about an hour")
     parser.add_argument("--only", nargs="*", choices=list(SETTINGS), default=list(SETTINGS))
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument(
+        "--out", type=Path, default=Path("benchmarks/results"), help="settings measured there before are kept"
+    )
     options = parser.parse_args()
     scale = FULL if options.full else QUICK
     options.out.mkdir(parents=True, exist_ok=True)
-    found: dict[str, Any] = {
+    about = {
         "machine": f"{platform.machine()}, {os.cpu_count()} processors",
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "command": " ".join(["python", "-m", "benchmarks.run", *sys.argv[1:]]),
-        "settings": {},
+        "scale": "full" if options.full else "quick",
     }
-    text = []
+    kept = options.out / "results.json"
+    found = json.loads(kept.read_text()) if kept.exists() else {}
+    if any(found.get(name) != value for name, value in about.items()):
+        found = {**about, "settings": {}}
     with tempfile.TemporaryDirectory() as scratch:
         os.environ["BENCH_SCRATCH"] = scratch
         for name in options.only:
@@ -72,13 +75,16 @@ def main() -> None:
             start = time.monotonic()
             rows = [figure.row() for figure in SETTINGS[name](scale)]
             found["settings"][name] = rows
-            text += [f"### {name}", "", str(SETTINGS[name].__doc__), "", _table(rows), ""]
+            kept.write_text(json.dumps(found, indent=1))  # now: what was measured outlives a run that is broken off
             print(_table(rows), f"\n({time.monotonic() - start:.0f} s)\n", flush=True)
-    text += ["### Bars", "", bars_of(found["settings"])]
-    print(text[-1])
-    (options.out / "results.json").write_text(json.dumps(found, indent=1))
-    (options.out / "tables.md").write_text("\n".join(text) + "\n")
-    draw(found["settings"], options.out)
+    measured = {name: found["settings"][name] for name in SETTINGS if name in found["settings"]}
+    bars = bars_of(measured)
+    print(bars)
+    text = []
+    for name, rows in measured.items():
+        text += [f"### {name}", "", str(SETTINGS[name].__doc__), "", _table(rows), ""]
+    (options.out / "tables.md").write_text("\n".join([*text, "### Bars", "", bars]) + "\n")
+    draw(measured, options.out)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import tempfile
+from pathlib import Path
 
 from dcp_storage.testing.proxy import Proxy, Shape
 
@@ -12,7 +14,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """``proxy URL LATENCY RATE [TOTAL RATE]``, or ``gcs BUCKET``."""
+    """``proxy URL LATENCY RATE [TOTAL RATE]``, ``gcs BUCKET`` or ``seaweedfs BUCKET``."""
     parser = argparse.ArgumentParser(description=__doc__)
     kinds = parser.add_subparsers(dest="kind", required=True)
     proxy = kinds.add_parser("proxy")
@@ -20,12 +22,19 @@ def main() -> None:
     proxy.add_argument("latency", type=float)
     proxy.add_argument("rate", type=float)
     proxy.add_argument("total_rate", type=float, nargs="?")
-    gcs = kinds.add_parser("gcs")
-    gcs.add_argument("bucket")
+    for kind in ("gcs", "seaweedfs"):
+        kinds.add_parser(kind).add_argument("bucket")
     options = parser.parse_args()
     if options.kind == "proxy":
         with Proxy(options.url, Shape(options.latency, options.rate, options.total_rate)) as shaped:
             print(shaped.url, flush=True)
+            signal.pause()
+    if options.kind == "seaweedfs":
+        from tests.servers import seaweedfs_server
+
+        with tempfile.TemporaryDirectory() as folder, seaweedfs_server(Path(folder)) as endpoint:
+            endpoint.client.create_bucket(Bucket=options.bucket)
+            print(endpoint.endpoint_url, flush=True)
             signal.pause()
     os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
     from tests.servers.gcs import gcs_server

@@ -21,7 +21,10 @@ __all__ = ["SETTINGS", "Scale"]
 LINK = Shape(latency=0.020, rate=60e6)
 """20 ms before each answer, 60 MB/s on each connection."""
 
-S3_PEERS = ("ours", "raw s3fs client", "s3torchconnector", "multi-storage-client", "torch Fsspec")
+S3_PEERS = ("ours", "ours, obstore", "raw s3fs client", "s3torchconnector", "multi-storage-client", "torch Fsspec")
+
+BUDGETS = {"gpt2-2": 22 * 2**20, "gpt2-6": 56 * 2**20}
+"""A tenth of the state, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,38 @@ def s3_shaped(scale: Scale) -> list[Figure]:
     try:
         with shaped(server.url, LINK) as url:
             return interleaved(_both(S3_PEERS, scale.shaped, _in_bucket("s3"), url), scale.rounds, server)
+    finally:
+        server.close()
+
+
+def s3_seaweed(scale: Scale) -> list[Figure]:
+    """S3, loopback, SeaweedFS: a server that signs, checks and writes to disk, on the same two processors."""
+    os.environ["BENCH_S3_CREDENTIALS"] = "seaweed-key:seaweed-secret"
+    try:
+        with serving("seaweedfs", "bench") as (url, pid):
+            return interleaved(_both(S3_PEERS, scale.shaped, _in_bucket("s3"), url), scale.rounds, pid=pid)
+    finally:
+        del os.environ["BENCH_S3_CREDENTIALS"]
+
+
+def memory(scale: Scale) -> list[Figure]:
+    """Ours with a budget of a tenth of the checkpoint: local disk, S3 on the light server, GCS on the strict one."""
+    os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
+    budget = {"memory_budget": BUDGETS[scale.shaped]}
+    server = LightServer("bench")
+    try:
+        with serving("gcs", "bench") as (gcs, _), tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DISK")) as disk:
+            places = (
+                ("disk", f"{disk}/ours", ""),
+                ("S3", "s3://bench/memory", server.url),
+                ("GCS", "gs://bench/m", gcs),
+            )
+            cases = [
+                Case("ours", action, scale.shaped, url, endpoint, budget, f"ours, {name}, {budget['memory_budget']} B")
+                for name, url, endpoint in places
+                for action in ("save", "load")
+            ]
+            return interleaved(cases, scale.rounds)
     finally:
         server.close()
 
@@ -191,10 +226,12 @@ SETTINGS: dict[str, Callable[[Scale], list[Figure]]] = {
     "local": local,
     "s3_unshaped": s3_unshaped,
     "s3_shaped": s3_shaped,
+    "s3_seaweed": s3_seaweed,
     "s3_tls": s3_tls,
     "s3_concurrency": s3_concurrency,
     "s3_ranks": s3_ranks,
     "gcs_shaped": gcs_shaped,
+    "memory": memory,
     "small": small,
     "large": large,
 }

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["STATES", "empty_like", "make_state", "size_of"]
+__all__ = ["STATES", "empty_like", "is_state", "make_state", "size_of"]
 
+ROWS = 125  # of the state that is one tensor: 64 MB each, the first one and a number added to it
 GPT2_SMALL = {"layers": 12, "width": 768, "vocabulary": 50257, "context": 1024}
 
 
@@ -59,12 +60,30 @@ STATES = ("gpt2", "gpt2-6", "gpt2-2", "gpt2-medium", "small", "one-8gb")
 def make_state(state: str, seed: int = 0) -> dict[str, torch.Tensor]:
     """Random float32 tensors; every process with the same seed makes the same."""
     generator = torch.Generator().manual_seed(seed)
+    if state == "one-8gb":
+        rows = torch.empty(_shapes(state)["t"]).view(ROWS, -1)
+        block = torch.randn(rows.shape[1], generator=generator)
+        for number, row in enumerate(rows):
+            torch.add(block, number, out=row)
+        return {"t": rows.view(-1)}
     return {name: torch.randn(shape, generator=generator) for name, shape in _shapes(state).items()}
 
 
 def empty_like(state: str) -> dict[str, torch.Tensor]:
     """Tensors to load into, their pages touched, so that a load is not timed by the kernel's zeroing."""
     return {name: torch.full(shape, -1.0) for name, shape in _shapes(state).items()}
+
+
+def is_state(tensors: dict[str, torch.Tensor], state: str, seed: int = 0) -> bool:
+    """Whether the tensors are those of :func:`make_state`; holds no second large state to find out."""
+    generator = torch.Generator().manual_seed(seed)
+    if state == "one-8gb":
+        rows = tensors["t"].view(ROWS, -1)
+        block = torch.randn(rows.shape[1], generator=generator)
+        return all(torch.equal(row, block + number) for number, row in enumerate(rows))
+    return all(
+        torch.equal(tensors[name], torch.randn(shape, generator=generator)) for name, shape in _shapes(state).items()
+    )
 
 
 def size_of(state: dict[str, torch.Tensor]) -> int:

@@ -21,7 +21,7 @@ __all__ = ["SUBJECTS", "Place", "Subject", "subject"]
 
 State = dict[str, torch.Tensor]
 PART = 16 * 1024 * 1024
-IN_FLIGHT = 8
+IN_FLIGHT = 16
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,14 @@ class Subject:
     load: Callable[[State, Place], None]
 
 
+def _credentials() -> tuple[str, str]:
+    key, secret = os.environ.get("BENCH_S3_CREDENTIALS", "bench:bench-secret").split(":")
+    return key, secret
+
+
 def _s3_options(place: Place) -> dict[str, Any]:
-    options: dict[str, Any] = {"key": "bench", "secret": "bench-secret", "endpoint_url": place.endpoint}
+    key, secret = _credentials()
+    options: dict[str, Any] = {"key": key, "secret": secret, "endpoint_url": place.endpoint}
     if place.endpoint.startswith("https"):
         options["client_kwargs"] = {"verify": os.environ["BENCH_CA"]}
     return options
@@ -125,7 +131,8 @@ def _s3torchconnector() -> Subject:
     from s3torchconnector.dcp import S3StorageReader, S3StorageWriter
 
     def settings(place: Place) -> None:
-        os.environ.update(AWS_ACCESS_KEY_ID="bench", AWS_SECRET_ACCESS_KEY="bench-secret")
+        key, secret = _credentials()
+        os.environ.update(AWS_ACCESS_KEY_ID=key, AWS_SECRET_ACCESS_KEY=secret)
         os.environ["AWS_ENDPOINT_URL"] = place.endpoint
 
     def save(state: State, place: Place) -> None:
@@ -146,6 +153,7 @@ def _multi_storage_client() -> Subject:
     from multistorageclient.contrib.torch import MultiStorageFileSystemReader, MultiStorageFileSystemWriter
 
     def where(place: Place) -> str:
+        key, secret = _credentials()
         bucket, _, folder = place.url.removeprefix("s3://").partition("/")
         profile = {
             "storage_provider": {
@@ -154,7 +162,7 @@ def _multi_storage_client() -> Subject:
             },
             "credentials_provider": {
                 "type": "S3Credentials",
-                "options": {"access_key": "bench", "secret_key": "bench-secret"},
+                "options": {"access_key": key, "secret_key": secret},
             },
         }
         config = Path(os.environ["BENCH_SCRATCH"]) / f"msc-{os.getpid()}.json"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.states import empty_like, make_state, size_of
+from benchmarks.states import empty_like, is_state, make_state, size_of
 from benchmarks.subjects import Place, subject
 
 __all__ = ["main"]
@@ -70,8 +70,7 @@ def main() -> None:
     peak = _memory("VmHWM") - before
     right = True
     if arguments.action == "load" and arguments.subject != "dd":
-        wanted = make_state(arguments.state)
-        right = all(torch.equal(wanted[name.removeprefix(own)], tensor) for name, tensor in state.items())
+        right = is_state({name.removeprefix(own): tensor for name, tensor in state.items()}, arguments.state)
     found = {"wall": wall, "cpu": cpu, "peak": peak, "bytes": size_of(state), "right": right}
     if ranks > 1:
         all_found: list[dict[str, Any]] = [{} for _ in range(ranks)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import sys
 from dataclasses import dataclass, field
 from typing import IO, cast
@@ -109,7 +110,8 @@ def name_of_dtype(dtype: torch.dtype) -> str:
 
 def dtype_named(name: str) -> torch.dtype | None:
     """``"bfloat16"`` → ``torch.bfloat16``; None where this torch has no such dtype."""
-    found = getattr(torch, name, None) if name.isidentifier() else None
+    # Not getattr: for some names torch imports a module then, and the name comes from a store.
+    found = vars(torch).get(name)
     return found if isinstance(found, torch.dtype) else None
 
 
@@ -273,7 +275,9 @@ def _frame(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], 
 
     ``aligned_to`` is torch's setting, on which it depends; it is here to tell what is remembered apart.
     """
-    sample = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
+    # Viewed as what it is: torch warns where some dtypes are allocated, and the caller's tensor is there already.
+    raw = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device="cpu")
+    sample = raw.view(dtype).as_strided(shape, stride)
     return _unsummed(sample, bytes_of(sample))
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import torch
 
 from dcp_storage.budget import Budget
+from dcp_storage.carrying import staging_for
 from dcp_storage.codec import bytes_of, contiguous_stride
 from dcp_storage.errors import CheckpointError, portable
 from dcp_storage.fetching import fetch
@@ -29,6 +30,8 @@ from dcp_storage.records import ItemRecord
 from dcp_storage.store import Store
 
 __all__ = ["Counters", "Wanted", "run"]
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -162,10 +165,9 @@ class _Pipeline:
         length = record.payload_length
         if wanted.target is None or wanted.offsets is None or wanted.lengths is None or record.shape is None:
             self.counters.bytes_needed += length
-            staging = self._stage(length)
-            item.result = memoryview(staging)
+            item.result = staging = self._stage(length)
             if length:
-                yield _Job(item, [memoryview(staging)], None, length), 0, length
+                yield _Job(item, [staging], None, length), 0, length
             return
         target = wanted.target()
         item.result = target
@@ -187,13 +189,13 @@ class _Pipeline:
                 continue
             for part in strips(stride, size, _shifted(wanted.offsets, strip.at), strip.lengths, limit):
                 start, stop = align(part.start, part.stop, block, length)
-                staging = self._stage(stop - start)
+                staging = self._stage(stop - start, target.device)
                 at = _shifted(strip.at, part.at)
                 view = view_of(staging, part.start - start, dtype, part.lengths, stride)
                 place = Place(target, at, part.lengths, view, record.key)
-                yield _Job(item, [memoryview(staging)], place, stop - start), start, stop
+                yield _Job(item, [staging], place, stop - start), start, stop
 
-    def _stage(self, size: int) -> bytearray:
+    def _stage(self, size: int, device: torch.device = CPU) -> memoryview:
         while not self.budget.try_acquire(size):
             self._submit(self.joiner.flush())  # what is not on its way yet could never give its bytes back
             self.deliver()  # nor could what waits for the planner
@@ -202,7 +204,7 @@ class _Pipeline:
             self.budget.wait(size, lambda: self.failed.is_set() or not self.finished.empty())
         with self.lock:
             self.held += size
-        return bytearray(size)
+        return staging_for(device, size)
 
     def _unstage(self, size: int) -> None:
         with self.lock:

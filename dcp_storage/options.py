@@ -19,7 +19,7 @@ class _Common:
     """What saving and loading share.
 
     Attributes:
-        max_concurrency: most requests to the store in flight at once, per writer or reader. Default 8.
+        max_concurrency: most requests to the store in flight at once, per writer or reader. Default 16.
         part_size: bytes of one part or of one ranged read; at least 64 KiB, sensibly 8 to 64 MiB. Default 16 MiB.
         memory_budget: bytes that parts, ranges and staging buffers of one writer or reader may hold at once, over all
             its saves, files and threads. A single piece larger than the budget still goes through, alone.
@@ -30,7 +30,7 @@ class _Common:
             and needs the extra ``[obstore]``. Default ``"fsspec"``.
     """
 
-    max_concurrency: int = 8
+    max_concurrency: int = 16
     part_size: int = 16 * MIB
     memory_budget: int = 256 * MIB
     attempts: int = 6
@@ -62,7 +62,7 @@ class SaveOptions(_Common):
     """How to save. Frozen; every field has a default that is right for most runs.
 
     Attributes:
-        max_concurrency: most requests to the store in flight at once, per writer. Default 8.
+        max_concurrency: most requests to the store in flight at once, per writer. Default 16.
         part_size: bytes of one upload part; grows by itself where a file nears the store's limit of parts.
             Default 16 MiB.
         memory_budget: bytes of parts in flight of this writer, over all its saves, files and threads.
@@ -103,7 +103,7 @@ class LoadOptions(_Common):
     """How to load. Frozen; every field has a default that is right for most runs.
 
     Attributes:
-        max_concurrency: most requests to the store in flight at once, per reader. Default 8.
+        max_concurrency: most requests to the store in flight at once, per reader. Default 16.
         part_size: bytes of one ranged read, at most. Default 16 MiB.
         memory_budget: bytes of staging buffers of this reader, over all its loads and threads; what is read straight
             into a target does not count. Default 256 MiB.

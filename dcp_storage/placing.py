@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from dcp_storage.carrying import copy_into
 from dcp_storage.codec import dtype_named, name_of_dtype
 from dcp_storage.crc import crc32
 from dcp_storage.errors import CorruptCheckpointError, IncompatibleCheckpointError
@@ -138,7 +139,7 @@ def fill(target: torch.Tensor, value: torch.Tensor, key: str) -> None:
             f"The tensor {key!r} was quantized with other scales or zero points than its target has.", key=key
         )
     try:
-        target.copy_(value)
+        copy_into(target, value)
     except (RuntimeError, TypeError) as error:
         raise IncompatibleCheckpointError(
             f"The tensor {key!r} of dtype {name_of_dtype(value.dtype)} cannot be copied into a target of dtype "
@@ -157,14 +158,14 @@ def _quantizer(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def view_of(
-    staging: bytearray | memoryview, skip: int, dtype: torch.dtype, lengths: tuple[int, ...], stride: Sequence[int]
+    staging: memoryview, skip: int, dtype: torch.dtype, lengths: tuple[int, ...], stride: Sequence[int]
 ) -> torch.Tensor:
     """The box in a staging buffer, as a strided tensor over its bytes."""
     itemsize = dtype.itemsize
     span = (sum((n - 1) * s for n, s in zip(lengths, stride, strict=True)) + 1) * itemsize
     raw = torch.frombuffer(staging, dtype=torch.uint8, offset=skip, count=span)
-    if skip % itemsize:
-        raw = raw.clone()  # a view of a wider type must begin on its own border
+    if raw.data_ptr() % itemsize:
+        raw = raw.clone()  # a view of a wider type must begin on its own border: complex128 is copied in units of 16
     return raw.view(dtype).as_strided(lengths, tuple(stride))
 
 

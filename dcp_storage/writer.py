@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import io
-import math
 import os
 import threading
 import warnings
@@ -13,31 +11,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from fsspec.callbacks import Callback
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dcp_storage import names, save
 from dcp_storage.budget import Budget
-from dcp_storage.codec import Encoded, encode, encode_object
+from dcp_storage.carrying import Ahead
 from dcp_storage.commit import Attempt, Steps, begin, publish
 from dcp_storage.errors import CheckpointError, CommitUnknownError, StoreError, portable
 from dcp_storage.lone import agree_on_label, begin_rank, publish_rank
 from dcp_storage.options import MIB, SaveOptions, SaveReport
 from dcp_storage.plan import pack
 from dcp_storage.records import WrittenItem
+from dcp_storage.resolving import encoded, resolved, size_about
 from dcp_storage.session import Opened, OpenStore, Pointer, checked_options, guard, open_folder, phase
 from dcp_storage.stores.location import Location, is_supported
 from dcp_storage.telling import gather, straggler, tell_save, with_figures
 from dcp_storage.torchview import manifest_of, stock_storage_data
+from dcp_storage.twins import twins_of, with_twins
 
 __all__ = ["FsspecStorageWriter"]
 
 _STOCK_VERSION = "1.0.0"  # torch's CURRENT_DCP_VERSION at the time of format 1
-_OVERHEAD = 2048  # bytes that torch.save puts around a tensor, about; only for cutting files
 
 
 @dataclass(frozen=True)
@@ -300,24 +298,30 @@ class FsspecStorageWriter(StorageWriter):
         grant = plan.storage_data
         plain = isinstance(grant, Grant) and grant.nonce == current.nonce and grant.plain
         token = None if plain else names.new_token()
-        sources = [
-            save.Source(
+        url = current.location.url
+        twins = twins_of(plan.items, planner, url)
+        items = [item for number, item in enumerate(plan.items) if number not in twins]
+        packed = pack([size_about(item) for item in items], self.options.shard_size)
+        order = [k for members in packed for k in members]
+        ahead = Ahead([functools.partial(resolved, items[k], planner, url) for k in order], self._budget.total // 4)
+
+        def source(item: WriteItem) -> save.Source:
+            return save.Source(
                 key=item.index.fqn,
                 offsets=None if item.index.offset is None else tuple(item.index.offset),
                 index=item.index.index,
-                encode=functools.partial(_encode, item, planner, current.location.url),
+                encode=lambda: encoded(item, ahead.take(), url),
             )
-            for item in plan.items
-        ]
+
         files = [
-            (names.shard_name(current.rank, number, token), [sources[k] for k in members])
-            for number, members in enumerate(pack([_about(item) for item in plan.items], self.options.shard_size))
+            (names.shard_name(current.rank, number, token), [source(items[k]) for k in members])
+            for number, members in enumerate(packed)
         ]
         if files:
             store.make_folder()
         if self.callback is not None:
-            self.callback.set_size(sum(_about(item) for item in plan.items))
-        return save.run(
+            self.callback.set_size(sum(size_about(item) for item in items))
+        written = save.run(
             store,
             files,
             rank=current.rank,
@@ -327,6 +331,7 @@ class FsspecStorageWriter(StorageWriter):
             left_behind=left_behind,
             sent=self._tell,
         )
+        return with_twins(plan.items, written, twins)
 
     def _tell(self, count: int) -> None:
         if self.callback is not None:
@@ -347,14 +352,6 @@ class FsspecStorageWriter(StorageWriter):
             error.message = f"{error.message} Not all that was written could be removed: {left}"
 
 
-def _about(item: WriteItem) -> int:
-    """Bytes of an item, about."""
-    if item.tensor_data is None or item.tensor_data.chunk is None:
-        return _OVERHEAD
-    elements = math.prod(item.tensor_data.chunk.sizes)
-    return elements * item.tensor_data.properties.dtype.itemsize + _OVERHEAD
-
-
 def _told(result: WriteResult) -> WrittenItem:
     told = result.storage_data
     if not isinstance(told, WrittenItem):
@@ -364,37 +361,3 @@ def _told(result: WriteResult) -> WrittenItem:
             kind="results",
         )
     return told
-
-
-def _encode(item: WriteItem, planner: SavePlanner, path: str) -> Encoded:
-    key = item.index.fqn
-    try:
-        key.encode()  # a lone surrogate cannot be written into the manifest: said before any byte is
-        data = planner.resolve_data(item)
-        if item.type == WriteItemType.BYTE_IO and isinstance(data, io.BytesIO):
-            return encode_object([data.getbuffer()])
-        if item.type != WriteItemType.BYTE_IO and isinstance(data, torch.Tensor):
-            _check_shape(item, data)
-            return encode(data)
-    except Exception as error:
-        raise portable(error, "Serialising the value", path=path, key=key) from error
-    raise CheckpointError(
-        f"The planner resolved {key!r}, an item of type {item.type.name}, to a {type(data).__name__}.",
-        path=path,
-        key=key,
-        kind="planner",
-    )
-
-
-def _check_shape(item: WriteItem, data: torch.Tensor) -> None:
-    """A part that is not as it was planned could be saved, but never loaded again."""
-    if item.tensor_data is None or item.tensor_data.chunk is None:
-        return
-    planned, found = tuple(item.tensor_data.chunk.sizes), tuple(data.shape)
-    if planned != found:
-        raise CheckpointError(
-            f"This rank's part of {item.index.fqn!r} has the shape {found}, but was planned with {planned} at "
-            f"{tuple(item.tensor_data.chunk.offsets)}. Saved so, it could never be loaded.",
-            key=item.index.fqn,
-            kind="planner",
-        )

@@ -16,9 +16,10 @@ LAYERS = tuple(
     line.split()
     for line in """
     errors version
-    names options crc budget plan
+    names options crc budget plan overlaps shapes
     records store plan_slices exchange_plan exchange_rounds exchange_wire exchange_memory
     exchange_metadata exchange_links fetching
+    stores.asking
     stores.local_syscalls stores.translate stores.parts stores.s3_session stores.s3_bodies stores.s3_errors
     stores.local_create stores.local_upload stores.s3_listing stores.remote_files stores.location
     stores.gcs_errors stores.gcs_crc32c stores.obstore_errors
@@ -33,7 +34,8 @@ LAYERS = tuple(
     stores.opening stores.probing
     sealing
     codec extensions telling wrappers pickles_stack pickles_shape pickles_zip
-    checksums counting pickles_machine placing
+    checksums counting pickles_machine carrying
+    placing
     scattering
     pickles_tensors pickles_numpy
     pickles_safe
@@ -45,12 +47,13 @@ LAYERS = tuple(
     save load lone
     reading session exchange_wants
     exchange
-    filling peeking reader_load reader_plans
+    filling peeking reader_load reader_plans resolving twins
     writer reader listing
     partial
     per_rank state_tree state_digest state_ranks state_keys state_source state_staging
     state_findings state_process
-    state_models state_values state_view
+    state_models state_values state_view state_flat_groups
+    state_optimizers
     state_walk state_sharing
     state_save state_spread
     state_load state_async
@@ -67,6 +70,7 @@ LAYERS = tuple(
     manager
     cli_values
     cli_progress cli_text
+    cli_running
     cli
     __main__
     """.strip().splitlines()

@@ -17,8 +17,9 @@ import aiohttp
 from dcp_storage.errors import InvalidLocationError, ObjectTooShortError, StoreError, UntrustedDataError
 from dcp_storage.names import new_token
 from dcp_storage.store import Atomicity, Buffers, Entry, Store, Upload, check_name, total
+from dcp_storage.stores.asking import Request
 from dcp_storage.stores.gcs_crc32c import crc32c_of
-from dcp_storage.stores.gcs_errors import Refused, Request, translated
+from dcp_storage.stores.gcs_errors import Refused, translated
 from dcp_storage.stores.gcs_listing import list_folders, list_objects, list_parts
 from dcp_storage.stores.gcs_sending import CREATE, send_whole
 from dcp_storage.stores.gcs_session import GcsClient, GcsSession, gcsfs_options

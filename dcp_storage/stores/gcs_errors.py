@@ -10,7 +10,6 @@ import errno
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -18,9 +17,10 @@ from aiohttp.http_exceptions import HttpProcessingError
 from gcsfs.retry import HttpError, NonRetryableError
 from google.auth.exceptions import GoogleAuthError, TransportError
 
-from dcp_storage.errors import CheckpointError, ObjectExistsError, ObjectNotFoundError, StoreError
+from dcp_storage.errors import CheckpointError, StoreError
+from dcp_storage.stores.asking import DENIED, TRANSIENT_STATUS, UNKNOWN_VERB, UNMADE, Request
 
-__all__ = ["Refused", "Request", "translated"]
+__all__ = ["Refused", "translated"]
 
 AUTH: tuple[type[BaseException], ...] = (GoogleAuthError, HttpError, NonRetryableError)
 NETWORK: tuple[type[BaseException], ...] = (aiohttp.ClientError, HttpProcessingError, asyncio.TimeoutError, OSError)
@@ -30,8 +30,6 @@ NEVER_PASSING: tuple[type[BaseException], ...] = (
     aiohttp.NonHttpUrlClientError,
 )
 LOCAL_FILES: tuple[type[BaseException], ...] = (FileNotFoundError, PermissionError)  # a file with credentials
-# Met while a request is signed or its URL is built, where an option is not what the libraries take it for.
-UNMADE: tuple[type[Exception], ...] = (ValueError, TypeError, AttributeError)
 FOREIGN: tuple[type[BaseException], ...] = (
     *AUTH,
     *NETWORK,
@@ -39,10 +37,8 @@ FOREIGN: tuple[type[BaseException], ...] = (
     json.JSONDecodeError,  # an answer that is not the JSON it should be
 )
 
-TRANSIENT_STATUS = frozenset({408, 425, 429})
 # Too many requests are refused before anything is done; a 408 or 5xx may come after the work.
 NOTHING_DONE = frozenset({409, 425, 429})
-UNKNOWN_VERB = frozenset({405, 501})
 TOO_MANY = frozenset({"rateLimitExceeded", "userRateLimitExceeded"})  # also sent with 403
 FULL = frozenset({"quotaExceeded", "dailyLimitExceeded"})
 
@@ -73,74 +69,6 @@ def _said(body: bytes) -> tuple[str, str]:
         return "", body[:200].decode("utf-8", "replace")
 
 
-@dataclass(frozen=True)
-class Request:
-    """What was asked of the store; the part of an error that does not depend on what went wrong.
-
-    Attributes:
-        operation: the method of the Store.
-        url: the folder.
-        bucket: its bucket, named where it is missing.
-        name: the object's name in the folder, None where the request is about the folder.
-        changes: whether the request changes anything, so that a lost reply leaves the outcome open.
-    """
-
-    operation: str
-    url: str
-    bucket: str
-    name: str | None = None
-    changes: bool = False
-
-    def error(
-        self,
-        reason: str,
-        cause: BaseException | None = None,
-        *,
-        errno: int | None = None,
-        transient: bool = False,
-        ambiguous: bool | None = None,
-    ) -> StoreError:
-        """A StoreError about this request; ``ambiguous`` is by default a transient failure of a change."""
-        return StoreError(
-            f"{self._failed} {reason}",
-            operation=self.operation,
-            path=self.url,
-            key=self.name,
-            errno=errno,
-            transient=transient,
-            ambiguous=(transient and self.changes) if ambiguous is None else ambiguous,
-            cause=cause,
-        )
-
-    def not_found(self, cause: BaseException) -> ObjectNotFoundError:
-        """An ObjectNotFoundError about this request; GCS does not say whether object or bucket is missing."""
-        missing = f"there is no bucket {self.bucket!r}"
-        if self.name is not None:
-            missing = f"there is no such object (or no bucket {self.bucket!r})"
-        return ObjectNotFoundError(
-            f"{self._failed} {missing}; the server answered {cause}.",
-            operation=self.operation,
-            path=self.url,
-            key=self.name,
-            cause=cause,
-        )
-
-    def exists(self, cause: BaseException | None = None) -> ObjectExistsError:
-        """An ObjectExistsError about this request."""
-        return ObjectExistsError(
-            f"{self._failed} there is an object of this name.",
-            operation=self.operation,
-            path=self.url,
-            key=self.name,
-            cause=cause,
-        )
-
-    @property
-    def _failed(self) -> str:
-        where = self.url if self.name is None else f"{self.url}/{self.name}"
-        return f"{self.operation} of {where} failed:"
-
-
 @contextmanager
 def translated(request: Request) -> Iterator[None]:
     """Raises what the client libraries raise inside the block as a StoreError about ``request``."""
@@ -153,10 +81,7 @@ def translated(request: Request) -> Iterator[None]:
     except FOREIGN as error:
         raise _unanswered(request, error) from error
     except UNMADE as error:
-        said = (
-            f"the request could not be made ({type(error).__name__}: {error}); is a storage option of the wrong kind?"
-        )
-        raise request.error(said, error, errno=errno.EINVAL, ambiguous=False) from error
+        raise request.unmade(error) from error
 
 
 def _answered(request: Request, error: Refused) -> StoreError:
@@ -166,11 +91,9 @@ def _answered(request: Request, error: Refused) -> StoreError:
     if error.reason in FULL:
         return request.error(f"a quota is used up; {said}.", error, errno=errno.EDQUOT)
     if status in (401, 403):
-        return request.error(
-            f"the credentials are wrong or lack the right to do this; {said}.", error, errno=errno.EACCES
-        )
+        return request.error(f"{DENIED}; {said}.", error, errno=errno.EACCES)
     if status == 404:
-        return request.not_found(error)
+        return request.not_found(said, error)
     if status in UNKNOWN_VERB:
         return request.error(f"the server does not know this request; {said}.", error, errno=errno.EOPNOTSUPP)
     if status == 507:

@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from dcp_storage.store import Entry, is_name
-from dcp_storage.stores.gcs_errors import Request
+from dcp_storage.stores.asking import Request
 from dcp_storage.stores.gcs_session import GcsClient
 from dcp_storage.stores.gcs_upload import UPLOAD_NOTE
 

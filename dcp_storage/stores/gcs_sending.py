@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dcp_storage.store import Buffers, total
+from dcp_storage.stores.asking import Request
 from dcp_storage.stores.gcs_crc32c import crc32c_text
-from dcp_storage.stores.gcs_errors import Request
 from dcp_storage.stores.gcs_session import Answer, GcsClient
 
 __all__ = ["CREATE", "ResumableSession", "pieces_from", "send_whole"]

@@ -20,8 +20,9 @@ from typing import Any
 from dcp_storage.errors import StoreError
 from dcp_storage.names import new_token
 from dcp_storage.store import Buffers, Upload, total
+from dcp_storage.stores.asking import Request
 from dcp_storage.stores.gcs_crc32c import combine_all, crc32c_of, crc32c_text
-from dcp_storage.stores.gcs_errors import Refused, Request, translated
+from dcp_storage.stores.gcs_errors import Refused, translated
 from dcp_storage.stores.gcs_sending import ResumableSession, send_whole
 from dcp_storage.stores.gcs_session import GcsClient, GcsSession
 from dcp_storage.stores.parts import Parts

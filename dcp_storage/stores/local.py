@@ -199,6 +199,18 @@ class LocalStore(Store):
                 self._calls.close(fd)
                 self._calls.unlink(path)
 
+    def make_durable(self, names: Iterable[str]) -> None:
+        for name in names:
+            path = self._path(name)
+            with self._errors("make_durable", name):
+                fd = self._calls.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK, 0)
+                try:
+                    self._calls.fsync(fd)
+                finally:
+                    self._calls.close(fd)
+        with self._errors("make_durable"):
+            sync_folder(self._calls, self.url)
+
     def _path(self, name: str) -> str:
         return f"{self.url.rstrip('/')}/{check_name(name)}"
 

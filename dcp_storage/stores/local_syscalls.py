@@ -167,7 +167,7 @@ def sync_folder(calls: Syscalls, folder: str) -> None:
 
 
 def make_folders(calls: Syscalls, path: str) -> None:
-    """Makes the folder and its missing parents, each with its name durable.
+    """Makes the folder and its missing parents, each with its name durable; also that of the first one that is there.
 
     Raises:
         OSError: ``ENOTDIR`` where the path or a part of it is a file, ``EACCES`` or ``EROFS`` where it cannot be
@@ -177,6 +177,7 @@ def make_folders(calls: Syscalls, path: str) -> None:
     while not _is_folder(folder):
         missing.append(folder)
         folder = folder.parent
+    _sync_name(calls, folder)
     for folder in reversed(missing):
         try:
             calls.mkdir(str(folder), 0o777)
@@ -188,6 +189,16 @@ def make_folders(calls: Syscalls, path: str) -> None:
     if not calls.may_write(path):
         number = errno.EROFS if os.statvfs(path).f_flag & os.ST_RDONLY else errno.EACCES
         raise OSError(number, os.strerror(number), path)
+
+
+def _sync_name(calls: Syscalls, folder: Path) -> None:
+    """Makes the name of a folder durable that is there already: who made it may have been killed before that."""
+    try:
+        sync_folder(calls, str(folder.parent))
+    except OSError as error:
+        # A folder that we may not read, or whose disk is read-only, is none in which we have made another one.
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
 
 
 def _is_folder(path: Path) -> bool:

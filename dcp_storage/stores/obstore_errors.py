@@ -13,13 +13,23 @@ import errno
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from obstore import exceptions as obstore_errors
 
-from dcp_storage.errors import ObjectNotFoundError, ObjectTooShortError, StoreError
+from dcp_storage.errors import StoreError
+from dcp_storage.stores.asking import (
+    DENIED,
+    S3_CLOCK_CODES,
+    S3_DENIED_CODES,
+    S3_EXPIRED_CODES,
+    S3_FULL_CODES,
+    S3_TRANSIENT_CODES,
+    TRANSIENT_STATUS,
+    UNKNOWN_VERB,
+    Request,
+)
 
-__all__ = ["NoRangesError", "Request", "translated"]
+__all__ = ["NoRangesError", "translated"]
 
 _DEBUG = "\nDebug source:\n"
 _MOST_SAID = 600  # characters: gateways answer with whole pages
@@ -33,40 +43,8 @@ _WHOLE = re.compile(r"\bsource:\sNotPartial\b")
 _REDIRECT = re.compile(r"\bBareRedirect\b")
 _CERTIFICATE = re.compile(r"\bInvalidCertificate\b")
 
-_TRANSIENT_STATUS = frozenset({408, 425, 429})
 _NOTHING_DONE = frozenset({425, 429})
-_UNKNOWN_VERB = frozenset({405, 501})
-# Codes that say more than the status they come with (some servers send them with 400).
-_TRANSIENT_CODES = frozenset(
-    {
-        "BandwidthLimitExceeded",
-        "InternalError",
-        "RequestLimitExceeded",
-        "RequestThrottled",
-        "RequestTimeout",
-        "RequestTimeoutException",
-        "ServiceUnavailable",
-        "SlowDown",
-        "Throttling",
-        "ThrottlingException",
-        "TooManyRequests",
-    }
-)
-_DENIED_CODES = frozenset(
-    {
-        "AccessDenied",
-        "AccountProblem",
-        "ExpiredToken",
-        "ExpiredTokenException",
-        "InvalidAccessKeyId",
-        "InvalidToken",
-        "RequestExpired",
-        "RequestTimeTooSkewed",
-        "SignatureDoesNotMatch",
-        "TokenRefreshRequired",
-    }
-)
-_FULL_CODES = frozenset({"InsufficientCapacity", "QuotaExceeded", "XMinioStorageFull"})
+_DENIED_CODES = S3_DENIED_CODES | S3_EXPIRED_CODES | S3_CLOCK_CODES
 
 _DENIED = (obstore_errors.PermissionDeniedError, obstore_errors.UnauthenticatedError, PermissionError)
 _CONFLICT = (obstore_errors.AlreadyExistsError, FileExistsError)
@@ -76,72 +54,6 @@ _FOREIGN = (obstore_errors.BaseError, OSError, ValueError, NotImplementedError)
 
 class NoRangesError(Exception):
     """The server did not call its answer a part of the object, and obstore took none of it."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """What was asked of the store; the part of an error that does not depend on what went wrong.
-
-    Attributes:
-        operation: the method of the Store.
-        url: the folder.
-        bucket: its bucket, named where it may be missing.
-        name: the object's name in the folder.
-        changes: whether the request changes anything, so that a lost reply leaves the outcome open.
-    """
-
-    operation: str
-    url: str
-    bucket: str
-    name: str
-    changes: bool = False
-
-    def error(
-        self,
-        reason: str,
-        cause: BaseException | None = None,
-        *,
-        errno: int | None = None,
-        transient: bool = False,
-        ambiguous: bool | None = None,
-    ) -> StoreError:
-        """A StoreError about this request; ``ambiguous`` is by default a transient failure of a change."""
-        return StoreError(
-            f"{self._failed} {reason}",
-            operation=self.operation,
-            path=self.url,
-            key=self.name,
-            errno=errno,
-            transient=transient,
-            ambiguous=(transient and self.changes) if ambiguous is None else ambiguous,
-            cause=cause,
-        )
-
-    def not_found(self, cause: BaseException) -> ObjectNotFoundError:
-        """An ObjectNotFoundError about this request."""
-        return ObjectNotFoundError(
-            f"{self._failed} there is no such object (or no bucket {self.bucket!r}); {_sentence(cause)}",
-            operation=self.operation,
-            path=self.url,
-            key=self.name,
-            cause=cause,
-        )
-
-    def too_short(self, wanted: int, found: int | None, cause: BaseException | None = None) -> ObjectTooShortError:
-        """An ObjectTooShortError about this request; ``found`` is the object's size where it is known."""
-        return ObjectTooShortError(
-            f"{self.url}/{self.name} ends at byte {'?' if found is None else found}, before byte {wanted}.",
-            operation=self.operation,
-            path=self.url,
-            key=self.name,
-            wanted=wanted,
-            found=found,
-            cause=cause,
-        )
-
-    @property
-    def _failed(self) -> str:
-        return f"{self.operation} of {self.url}/{self.name} failed:"
 
 
 @contextmanager
@@ -170,11 +82,9 @@ def translated(request: Request, *, end: int | None = None) -> Iterator[None]:
 def _as_store_error(request: Request, error: BaseException) -> StoreError:
     said = _sentence(error)
     if isinstance(error, FileNotFoundError):
-        return request.not_found(error)
+        return request.not_found(said, error)
     if isinstance(error, _DENIED):
-        return request.error(
-            f"the credentials are wrong or lack the right to do this; {said}", error, errno=errno.EACCES
-        )
+        return request.error(f"{DENIED}; {said}", error, errno=errno.EACCES)
     if isinstance(error, _CONFLICT):
         # No condition is ever sent here: another request on the name was in progress, and this one changed nothing.
         return request.error(f"another request on it is in progress; {said}", error, transient=True, ambiguous=False)
@@ -200,16 +110,14 @@ def _generic(request: Request, error: BaseException, said: str) -> StoreError:
 
 def _answered(request: Request, error: BaseException, said: str, status: int, code: str) -> StoreError:
     if code in _DENIED_CODES or status in (401, 403):
-        return request.error(
-            f"the credentials are wrong or lack the right to do this; {said}", error, errno=errno.EACCES
-        )
+        return request.error(f"{DENIED}; {said}", error, errno=errno.EACCES)
     if status == 404:
-        return request.not_found(error)
-    if status in _UNKNOWN_VERB:
+        return request.not_found(said, error)
+    if status in UNKNOWN_VERB:
         return request.error(f"the server does not know this request; {said}", error, errno=errno.EOPNOTSUPP)
-    if code in _FULL_CODES or status == 507:
+    if code in S3_FULL_CODES or status == 507:
         return request.error(f"the store is full; {said}", error, errno=errno.ENOSPC)
-    if code in _TRANSIENT_CODES or status in _TRANSIENT_STATUS or status >= 500:
+    if code in S3_TRANSIENT_CODES or status in TRANSIENT_STATUS or status >= 500:
         return request.error(said, error, transient=True, ambiguous=False if status in _NOTHING_DONE else None)
     return request.error(said, error, errno=errno.EINVAL)
 

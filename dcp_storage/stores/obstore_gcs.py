@@ -12,10 +12,11 @@ from typing import Any
 import obstore
 
 from dcp_storage.store import Buffers, total
+from dcp_storage.stores.asking import Request
 from dcp_storage.stores.gcs_crc32c import crc32c_of
 from dcp_storage.stores.gcs_session import GcsSession
 from dcp_storage.stores.gcs_upload import GcsUpload
-from dcp_storage.stores.obstore_errors import Request, translated
+from dcp_storage.stores.obstore_errors import translated
 from dcp_storage.stores.obstore_options import Clients
 
 __all__ = ["ObstoreGcsUpload"]

@@ -22,7 +22,7 @@ from obstore import exceptions as obstore_errors
 from obstore import store as obstore_stores
 
 from dcp_storage.errors import InvalidLocationError
-from dcp_storage.stores.obstore_errors import Request
+from dcp_storage.stores.asking import Request
 
 if TYPE_CHECKING:
     from dcp_storage.stores.gcs_session import GcsSession
@@ -247,7 +247,6 @@ class S3Source:
         """What s3fs uses, credentials included: that there are some is found out now."""
         from botocore import UNSIGNED
 
-        from dcp_storage.stores.s3_errors import Request as S3Request
         from dcp_storage.stores.s3_errors import translated as s3_translated
 
         async def work(client: S3Client) -> tuple[Any, Any, str]:
@@ -255,7 +254,7 @@ class S3Source:
             used = await filesystem.get_s3(self._bucket)
             return used.meta, filesystem.session.get_config_variable("ca_bundle"), client.endpoint
 
-        with s3_translated(S3Request(request.operation, request.url, request.bucket, request.name)):
+        with s3_translated(Request(request.operation, request.url, request.bucket, request.name)):
             meta, ca_bundle, endpoint = self._session.call(work)
             unsigned = meta.config.signature_version is UNSIGNED
             if not unsigned:
@@ -319,10 +318,9 @@ class GcsSource:
 
     def settings(self, request: Request) -> Settings:
         """What gcsfs uses, credentials included: that there are some is found out now."""
-        from dcp_storage.stores.gcs_errors import Request as GcsRequest
         from dcp_storage.stores.gcs_errors import translated as gcs_translated
 
-        with gcs_translated(GcsRequest(request.operation, request.url, request.bucket, request.name)):
+        with gcs_translated(Request(request.operation, request.url, request.bucket, request.name)):
             filesystem = self._session.filesystem()
             self.credentials()
         endpoint = cast(str, filesystem.base).removesuffix("/").removesuffix("/storage/v1")

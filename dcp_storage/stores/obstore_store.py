@@ -15,8 +15,9 @@ import obstore
 
 from dcp_storage.errors import UntrustedDataError
 from dcp_storage.store import Buffers, Store, Upload, WrappedStore, check_name, total
+from dcp_storage.stores.asking import Request
 from dcp_storage.stores.location import Location
-from dcp_storage.stores.obstore_errors import NoRangesError, Request, translated
+from dcp_storage.stores.obstore_errors import NoRangesError, translated
 from dcp_storage.stores.obstore_options import Clients, GcsSource, S3Source, Source, check_gcs, check_s3, runs_here
 from dcp_storage.stores.obstore_upload import StreamUpload
 

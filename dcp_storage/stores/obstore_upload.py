@@ -19,7 +19,8 @@ import obstore
 
 from dcp_storage.errors import ObjectNotFoundError, StoreError
 from dcp_storage.store import Buffers, Store, Upload, total
-from dcp_storage.stores.obstore_errors import Request, translated
+from dcp_storage.stores.asking import Request
+from dcp_storage.stores.obstore_errors import translated
 from dcp_storage.stores.obstore_options import Clients
 
 __all__ = ["StreamUpload"]

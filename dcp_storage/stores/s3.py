@@ -23,9 +23,10 @@ from dcp_storage.errors import (
 )
 from dcp_storage.names import new_token
 from dcp_storage.store import Atomicity, Buffers, Entry, Store, Upload, check_name, total
+from dcp_storage.stores.asking import Request
 from dcp_storage.stores.location import without_password
 from dcp_storage.stores.s3_bodies import body_of, checksum_of, date_of, fill, next_piece, part_of
-from dcp_storage.stores.s3_errors import Request, code_of, field_of, status_of, translated
+from dcp_storage.stores.s3_errors import code_of, field_of, status_of, translated
 from dcp_storage.stores.s3_listing import list_folders, list_objects, list_uploads
 from dcp_storage.stores.s3_session import S3Client, S3Session, s3fs_options
 from dcp_storage.stores.s3_upload import S3Upload, abort_each

@@ -10,7 +10,6 @@ import asyncio
 import errno
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -18,12 +17,22 @@ from aiohttp.http_exceptions import HttpProcessingError
 from botocore import exceptions as boto
 from botocore.parsers import ResponseParserError
 
-from dcp_storage.errors import CheckpointError, ObjectNotFoundError, StoreError
+from dcp_storage.errors import CheckpointError, StoreError
+from dcp_storage.stores.asking import (
+    DENIED,
+    S3_CLOCK_CODES,
+    S3_DENIED_CODES,
+    S3_EXPIRED_CODES,
+    S3_FULL_CODES,
+    S3_TRANSIENT_CODES,
+    TRANSIENT_STATUS,
+    UNKNOWN_VERB,
+    UNMADE,
+    Request,
+)
 
-__all__ = ["Request", "code_of", "field_of", "status_of", "translated"]
+__all__ = ["code_of", "field_of", "status_of", "translated"]
 
-# Met while a request is signed or its URL is built, where an option is not what the libraries take it for.
-UNMADE: tuple[type[Exception], ...] = (ValueError, TypeError, AttributeError)
 FOREIGN: tuple[type[BaseException], ...] = (
     boto.ClientError,
     boto.BotoCoreError,
@@ -61,90 +70,7 @@ NEVER_PASSING: tuple[type[BaseException], ...] = (
 LOCAL_FILES: tuple[type[BaseException], ...] = (FileNotFoundError, PermissionError)  # a CA bundle or a settings file
 TIMED_OUT: tuple[type[BaseException], ...] = (asyncio.TimeoutError, boto.ReadTimeoutError, boto.ConnectTimeoutError)
 
-TRANSIENT_STATUS = frozenset({408, 425, 429})
-UNKNOWN_VERB = frozenset({405, 501})
-
-# Codes that say more than the status they come with (some servers send them with 400).
-TRANSIENT_CODES = frozenset(
-    {
-        "InternalError",
-        "RequestTimeout",
-        "RequestTimeoutException",
-        "ServiceUnavailable",
-        "SlowDown",
-        "Throttling",
-        "ThrottlingException",
-        "RequestThrottled",
-        "RequestLimitExceeded",
-        "TooManyRequests",
-        "BandwidthLimitExceeded",
-    }
-)
-EXPIRED_CODES = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"})
-DENIED_CODES = frozenset(
-    {
-        "AccessDenied",
-        "InvalidAccessKeyId",
-        "InvalidToken",
-        "SignatureDoesNotMatch",
-        "AllAccessDisabled",
-        "AccountProblem",
-    }
-)
-CLOCK_CODES = frozenset({"RequestTimeTooSkewed", "RequestExpired"})
 DAMAGED_CODES = frozenset({"BadDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch"})
-FULL_CODES = frozenset({"QuotaExceeded", "XMinioStorageFull", "InsufficientCapacity"})
-
-
-@dataclass(frozen=True)
-class Request:
-    """What was asked of the store; the part of an error that does not depend on what went wrong.
-
-    Attributes:
-        operation: the method of the Store.
-        url: the folder.
-        bucket: its bucket, named where it is missing.
-        name: the object's name in the folder, None where the request is about the folder.
-        changes: whether the request changes anything, so that a lost reply leaves the outcome open.
-    """
-
-    operation: str
-    url: str
-    bucket: str
-    name: str | None = None
-    changes: bool = False
-
-    def error(
-        self,
-        reason: str,
-        cause: BaseException | None = None,
-        *,
-        errno: int | None = None,
-        transient: bool = False,
-        ambiguous: bool | None = None,
-    ) -> StoreError:
-        """A StoreError about this request; ``ambiguous`` is by default a transient failure of a change."""
-        return StoreError(
-            f"{self._failed} {reason}",
-            operation=self.operation,
-            path=self.url,
-            key=self.name,
-            errno=errno,
-            transient=transient,
-            ambiguous=(transient and self.changes) if ambiguous is None else ambiguous,
-            cause=cause,
-        )
-
-    def not_found(self, reason: str, cause: BaseException | None = None) -> ObjectNotFoundError:
-        """An ObjectNotFoundError about this request."""
-        return ObjectNotFoundError(
-            f"{self._failed} {reason}", operation=self.operation, path=self.url, key=self.name, cause=cause
-        )
-
-    @property
-    def _failed(self) -> str:
-        where = self.url if self.name is None else f"{self.url}/{self.name}"
-        return f"{self.operation} of {where} failed:"
 
 
 def status_of(error: Any) -> int:
@@ -185,34 +111,29 @@ def translated(request: Request) -> Iterator[None]:
     except FOREIGN as error:
         raise _unanswered(request, error) from error
     except UNMADE as error:
-        said = (
-            f"the request could not be made ({type(error).__name__}: {error}); is a storage option of the wrong kind?"
-        )
-        raise request.error(said, error, errno=errno.EINVAL, ambiguous=False) from error
+        raise request.unmade(error) from error
 
 
 def _answered(request: Request, error: Any) -> StoreError:
     status, code = status_of(error), code_of(error)
     said = f"the server answered {status} {code}"
-    if code in EXPIRED_CODES:
+    if code in S3_EXPIRED_CODES:
         return request.error(f"the credentials have expired; {said}.", error, errno=errno.EACCES)
-    if code in CLOCK_CODES:
+    if code in S3_CLOCK_CODES:
         return request.error(
             f"the clock of this machine and the server's differ too much; {said}.", error, errno=errno.EACCES
         )
-    if code in DENIED_CODES or status in (401, 403):
-        return request.error(
-            f"the credentials are wrong or lack the right to do this; {said}.", error, errno=errno.EACCES
-        )
+    if code in S3_DENIED_CODES or status in (401, 403):
+        return request.error(f"{DENIED}; {said}.", error, errno=errno.EACCES)
     if code == "NoSuchBucket":
-        return request.not_found(f"there is no bucket {request.bucket!r}; {said}.", error)
+        return request.not_found(said, error, missing=f"there is no bucket {request.bucket!r}")
     if code == "NoSuchUpload":
-        return request.not_found(f"the upload is gone: it was completed or aborted; {said}.", error)
+        return request.not_found(said, error, missing="the upload is gone: it was completed or aborted")
     if status == 404:
-        return request.not_found(f"there is no such object (or no bucket {request.bucket!r}); {said}.", error)
+        return request.not_found(said, error)
     if status in UNKNOWN_VERB:
         return request.error(f"the server does not know this request; {said}.", error, errno=errno.EOPNOTSUPP)
-    if code in FULL_CODES or status == 507:
+    if code in S3_FULL_CODES or status == 507:
         return request.error(f"the store is full; {said}.", error, errno=errno.ENOSPC)
     if code in DAMAGED_CODES:
         return request.error(f"the bytes that arrived do not match their checksum; {said}.", error, errno=errno.EIO)
@@ -220,7 +141,7 @@ def _answered(request: Request, error: Any) -> StoreError:
         # OperationAborted, ConditionalRequestConflict: another request on the name was in progress and this one was
         # refused, so it changed nothing. AWS: "you should retry the upload".
         return request.error(f"another request on it is in progress; {said}.", error, transient=True, ambiguous=False)
-    if code in TRANSIENT_CODES or status in TRANSIENT_STATUS or status >= 500:
+    if code in S3_TRANSIENT_CODES or status in TRANSIENT_STATUS or status >= 500:
         return request.error(f"{said}.", error, transient=True)
     return request.error(f"{said}.", error, errno=errno.EINVAL)
 

@@ -9,7 +9,8 @@ from typing import Any
 from botocore.exceptions import ClientError
 
 from dcp_storage.store import Entry, is_name
-from dcp_storage.stores.s3_errors import Request, code_of, field_of
+from dcp_storage.stores.asking import Request
+from dcp_storage.stores.s3_errors import code_of, field_of
 from dcp_storage.stores.s3_session import S3Client
 
 __all__ = ["OpenUpload", "list_folders", "list_objects", "list_uploads"]

@@ -11,8 +11,9 @@ from botocore.exceptions import ClientError
 
 from dcp_storage.errors import StoreError
 from dcp_storage.store import Buffers, Upload, total
+from dcp_storage.stores.asking import Request
 from dcp_storage.stores.s3_bodies import body_of, checksum_of, date_of
-from dcp_storage.stores.s3_errors import Request, code_of, field_of, status_of, translated
+from dcp_storage.stores.s3_errors import code_of, field_of, status_of, translated
 from dcp_storage.stores.s3_listing import list_uploads
 from dcp_storage.stores.s3_session import S3Client, S3Session
 

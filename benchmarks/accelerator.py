@@ -1,0 +1,70 @@
+"""Saves and loads of a state on an accelerator: right bit for bit, and how fast, against stock torch.
+
+    python -m benchmarks.accelerator [STATE] [ROUNDS]
+
+Local disk, in turn, in this process. Ends with status 2 where torch sees no accelerator.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from benchmarks.states import make_state, size_of
+from dcp_storage import FsspecStorageReader, FsspecStorageWriter
+
+__all__ = ["main"]
+
+
+def _timed(call: Callable[[], object], device: torch.device) -> float:
+    torch.accelerator.synchronize(device)
+    start = time.perf_counter()
+    call()
+    torch.accelerator.synchronize(device)
+    return time.perf_counter() - start
+
+
+def main() -> int:
+    """Reads the command line, measures, compares, prints."""
+    device = torch.accelerator.current_accelerator()
+    if device is None:
+        print("torch sees no accelerator here.")
+        return 2
+    name = sys.argv[1] if len(sys.argv) > 1 else "gpt2"
+    rounds = int(sys.argv[2]) if len(sys.argv) > 2 else 5
+    state = {key: tensor.to(device) for key, tensor in make_state(name).items()}
+    seconds: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(rounds):
+            ours, stock = f"{folder}/ours-{number}", f"{folder}/stock-{number}"
+            target = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
+            calls: dict[str, Callable[[], object]] = {
+                "save, ours": lambda to=ours: dcp.save(state, storage_writer=FsspecStorageWriter(to)),
+                "save, torch": lambda to=stock: dcp.save(state, storage_writer=dcp.FileSystemWriter(to)),
+                "load, torch": lambda at=stock, into=target: dcp.load(into, storage_reader=dcp.FileSystemReader(at)),
+                "load, ours": lambda at=ours, into=target: dcp.load(into, storage_reader=FsspecStorageReader(at)),
+            }
+            for title, call in calls.items():
+                seconds.setdefault(title, []).append(_timed(call, device))
+                if title == "load, torch":
+                    for tensor in target.values():
+                        tensor.zero_()
+            wrong = [key for key, tensor in state.items() if not torch.equal(tensor, target[key])]
+            if wrong:
+                print(f"Not loaded as saved: {wrong}")
+                return 1
+    size = size_of(state) / 1e9
+    for title, all_of in seconds.items():
+        median = statistics.median(all_of)
+        print(f"{title}: {median:.2f} s ({min(all_of):.2f}–{max(all_of):.2f}), {size / median:.2f} GB/s, on {device}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
