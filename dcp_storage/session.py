@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -57,7 +58,13 @@ def open_folder(
 ) -> Opened:
     """Opens a folder with one layer of retries, a limit on requests, and counters."""
     if opener is None:
-        bare = open_store(location, storage_options, max_concurrency=options.max_concurrency, engine=options.engine)
+        bare = open_store(
+            location,
+            storage_options,
+            max_concurrency=options.max_concurrency,
+            engine=options.engine,
+            deadline=options.deadline,
+        )
     else:
         bare = opener(location, storage_options, options.max_concurrency)
     counting = CountingStore(bare)
@@ -113,11 +120,21 @@ def guard(doing: str, location: Location | None) -> Iterator[None]:
     """Turns whatever is raised inside a hook into an error of ours that crosses process borders (invariant I7)."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and _crosses(error):
+            raise  # an interrupt or an exit is nobody's error and stays what it is
         raised = portable(error, doing, path=location.url if location else None)
         if raised is error:
             raise
         raise raised from error
+
+
+def _crosses(error: BaseException) -> bool:
+    """Whether an exception can be sent to another rank; one that cannot would leave the others waiting for it."""
+    try:
+        return type(pickle.loads(pickle.dumps(error))) is type(error)
+    except Exception:  # noqa: BLE001 - a foreign __reduce__ or __init__ may do anything
+        return False
 
 
 @contextlib.contextmanager

@@ -20,7 +20,8 @@ LAYERS = tuple(
     records store plan_slices exchange_plan exchange_rounds exchange_wire exchange_memory
     exchange_metadata exchange_links fetching
     stores.asking
-    stores.local_syscalls stores.translate stores.parts stores.s3_session stores.s3_bodies stores.s3_errors
+    stores.local_syscalls stores.translate stores.parts stores.s3_bodies stores.s3_errors
+    stores.s3_session
     stores.local_create stores.local_upload stores.s3_listing stores.remote_files stores.location
     stores.gcs_errors stores.gcs_crc32c stores.obstore_errors
     stores.gcs_session

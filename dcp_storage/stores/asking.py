@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import errno as errno_numbers
+import re
 from dataclasses import dataclass
 
 from dcp_storage.errors import ObjectExistsError, ObjectNotFoundError, ObjectTooShortError, StoreError
 
 __all__ = [
+    "CONNECT_TIMEOUT",
     "DENIED",
+    "READ_TIMEOUT",
     "S3_CLOCK_CODES",
     "S3_DENIED_CODES",
     "S3_EXPIRED_CODES",
     "S3_FULL_CODES",
     "S3_TRANSIENT_CODES",
+    "SLOWEST",
     "TRANSIENT_STATUS",
     "UNKNOWN_VERB",
     "UNMADE",
@@ -22,6 +26,10 @@ __all__ = [
 
 # Met while a request is signed or its URL is built, where an option is not what the libraries take it for.
 UNMADE: tuple[type[Exception], ...] = (ValueError, TypeError, AttributeError)
+
+CONNECT_TIMEOUT = 10.0  # seconds
+READ_TIMEOUT = 60.0  # seconds without a byte of the answer
+SLOWEST = 64 * 1024  # bytes a second that a body needs at least: what is slower counts as stuck
 
 DENIED = "the credentials are wrong or lack the right to do this"
 
@@ -59,6 +67,9 @@ S3_DENIED_CODES = frozenset(
 S3_FULL_CODES = frozenset({"InsufficientCapacity", "QuotaExceeded", "XMinioStorageFull"})
 
 
+_LINES = re.compile(r"\s*\n\s*")  # some clients say things on several lines
+
+
 @dataclass(frozen=True)
 class Request:
     """What was asked of the store; the part of an error that does not depend on what went wrong.
@@ -77,6 +88,11 @@ class Request:
     name: str | None = None
     changes: bool = False
 
+    @property
+    def object_name(self) -> str:
+        """The object's name, empty where the request is about the folder."""
+        return self.name or ""
+
     def error(
         self,
         reason: str,
@@ -88,7 +104,7 @@ class Request:
     ) -> StoreError:
         """A StoreError about this request; ``ambiguous`` is by default a transient failure of a change."""
         return StoreError(
-            f"{self._failed} {reason}",
+            f"{self._failed} {_LINES.sub(' ', reason.strip())}",
             operation=self.operation,
             path=self.url,
             key=self.name,

@@ -17,7 +17,7 @@ import aiohttp
 from dcp_storage.errors import InvalidLocationError, ObjectTooShortError, StoreError, UntrustedDataError
 from dcp_storage.names import new_token
 from dcp_storage.store import Atomicity, Buffers, Entry, Store, Upload, check_name, total
-from dcp_storage.stores.asking import Request
+from dcp_storage.stores.asking import READ_TIMEOUT, Request
 from dcp_storage.stores.gcs_crc32c import crc32c_of
 from dcp_storage.stores.gcs_errors import Refused, translated
 from dcp_storage.stores.gcs_listing import list_folders, list_objects, list_parts
@@ -45,23 +45,30 @@ class Place(Protocol):
         """Bucket and key, ``bucket/a/folder``."""
 
 
-def open_gcs(place: Place, storage_options: Mapping[str, Any] | None = None, *, max_concurrency: int) -> GcsStore:
+def open_gcs(
+    place: Place,
+    storage_options: Mapping[str, Any] | None = None,
+    *,
+    max_concurrency: int,
+    deadline: float = 300.0,
+) -> GcsStore:
     """Opens a folder of a bucket; sends no request.
 
     Args:
         place: the location.
         storage_options: for gcsfs, as the user gave them; not changed. Time-outs that they do not set are set.
         max_concurrency: most deletes in flight at once.
+        deadline: seconds after which one request is given up; after 60 without a byte of its answer it is so anyway.
 
     Raises:
         InvalidLocationError: the location has no bucket.
         ValueError: an option that cannot be used.
     """
-    options = gcsfs_options(storage_options)
+    options = gcsfs_options(storage_options, silence=min(deadline, READ_TIMEOUT))
     bucket, _, key = place.path.lstrip("/").partition("/")
     if not bucket:
         raise InvalidLocationError(f"{place.url!r} names no bucket.", path=place.url)
-    return GcsStore(place.url.rstrip("/"), bucket, key, options, max_concurrency=max_concurrency)
+    return GcsStore(place.url.rstrip("/"), bucket, key, options, max_concurrency=max_concurrency, deadline=deadline)
 
 
 class _Probe:
@@ -88,6 +95,7 @@ class GcsStore(Store):
         key: the folder's key in the bucket; empty for the whole bucket.
         options: for ``GCSFileSystem``, from :func:`~dcp_storage.stores.gcs_session.gcsfs_options`.
         max_concurrency: most deletes in flight at once.
+        deadline: seconds after which one request is given up.
     """
 
     parallel_parts = True
@@ -96,14 +104,21 @@ class GcsStore(Store):
     remote = True
 
     def __init__(
-        self, url: str, bucket: str, key: str, options: Mapping[str, Any], *, max_concurrency: int = 16
+        self,
+        url: str,
+        bucket: str,
+        key: str,
+        options: Mapping[str, Any],
+        *,
+        max_concurrency: int = 16,
+        deadline: float = 300.0,
     ) -> None:
         self.url = url
         self._bucket = bucket
         folder = key.rstrip("/")
         self._prefix = f"{folder}/" if folder else ""
         self._max_concurrency = max_concurrency
-        self._session = GcsSession(options, url)
+        self._session = GcsSession(options, url, deadline)
 
     def _key(self, name: str) -> str:
         return self._prefix + check_name(name)

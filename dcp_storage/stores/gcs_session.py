@@ -30,6 +30,7 @@ from google.auth.transport.requests import Request as AuthRequest
 from yarl import URL
 
 from dcp_storage.errors import InvalidLocationError
+from dcp_storage.stores.asking import CONNECT_TIMEOUT, READ_TIMEOUT, SLOWEST
 from dcp_storage.stores.gcs_errors import Refused
 
 __all__ = ["Answer", "Body", "GcsClient", "GcsSession", "gcsfs_options"]
@@ -38,15 +39,16 @@ T = TypeVar("T")
 Body = Callable[[], AsyncIterator[bytes]]
 
 CANCEL_WAIT = 10.0  # seconds that an interrupted call waits for its request to let go of the caller's memory
-CONNECT_TIMEOUT = 10.0
-READ_TIMEOUT = 60.0  # seconds without a byte of the answer
-SLOWEST = 64 * 1024  # bytes a second: aiohttp has no time-out for a body that nobody takes, only for the whole
 WRONG_OPTION = (AttributeError, LookupError, TypeError, ValueError)  # an option of the wrong kind, met where it is used
 GOOGLE_HOSTS = (".googleapis.com",)
 
 
-def gcsfs_options(storage_options: Mapping[str, Any] | None) -> dict[str, Any]:
+def gcsfs_options(storage_options: Mapping[str, Any] | None, *, silence: float = READ_TIMEOUT) -> dict[str, Any]:
     """The options for gcsfs: the user's, with the time-outs that they do not set.
+
+    Args:
+        storage_options: the user's; not changed.
+        silence: seconds without a byte of the answer after which a request has failed.
 
     Raises:
         ValueError: ``asynchronous=True``, whose filesystem has no loop to call from a thread.
@@ -55,7 +57,7 @@ def gcsfs_options(storage_options: Mapping[str, Any] | None) -> dict[str, Any]:
     if options.get("asynchronous"):
         raise ValueError("storage_options: asynchronous=True cannot be used; the store is called from plain threads.")
     # A session of our own comes of this as well: fsspec hands out one filesystem for the same options.
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT, sock_read=READ_TIMEOUT)
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=min(CONNECT_TIMEOUT, silence), sock_read=silence)
     return {**options, "session_kwargs": {"timeout": timeout, **(options.get("session_kwargs") or {})}}
 
 
@@ -87,7 +89,8 @@ class GcsClient:
         kept: a dict that lives as long as the filesystem object, shared by all stores on it.
     """
 
-    def __init__(self, filesystem: Any, session: aiohttp.ClientSession) -> None:
+    def __init__(self, filesystem: Any, session: aiohttp.ClientSession, deadline: float) -> None:
+        self._deadline = deadline
         self._filesystem = filesystem
         self._session = session
         self._base: str = filesystem.base
@@ -185,7 +188,8 @@ class GcsClient:
         own = self._session.timeout
         if not size or own.total is not None:
             return {}
-        limit = CONNECT_TIMEOUT + READ_TIMEOUT + size / SLOWEST
+        own_limit = (own.sock_connect or CONNECT_TIMEOUT) + (own.sock_read or READ_TIMEOUT)
+        limit = max(own_limit, min(own_limit + size / SLOWEST, self._deadline))
         return {"timeout": aiohttp.ClientTimeout(limit, own.connect, own.sock_read, own.sock_connect)}
 
     async def _renew(self, stale: str | None) -> None:
@@ -211,9 +215,11 @@ class GcsSession:
     Args:
         options: for ``GCSFileSystem``, from :func:`gcsfs_options`.
         url: the folder, for messages.
+        deadline: seconds after which one request is given up.
     """
 
-    def __init__(self, options: Mapping[str, Any], url: str) -> None:
+    def __init__(self, options: Mapping[str, Any], url: str, deadline: float = 300.0) -> None:
+        self._deadline = deadline
         self._options = dict(options)
         self._url = url
         self._held: tuple[int, Any] | None = None
@@ -264,7 +270,7 @@ class GcsSession:
                     raise self._wrong_option(error) from error
                 # aiohttp sends a GET, PUT or DELETE again when the connection breaks before the answer.
                 session._retry_connection = False
-                return await work(GcsClient(filesystem, session))
+                return await work(GcsClient(filesystem, session, self._deadline))
             finally:
                 ended.set()
 

@@ -44,7 +44,7 @@ _REDIRECT = re.compile(r"\bBareRedirect\b")
 _CERTIFICATE = re.compile(r"\bInvalidCertificate\b")
 
 _NOTHING_DONE = frozenset({425, 429})
-_DENIED_CODES = S3_DENIED_CODES | S3_EXPIRED_CODES | S3_CLOCK_CODES
+_DENIED_CODES = S3_DENIED_CODES | S3_CLOCK_CODES
 
 _DENIED = (obstore_errors.PermissionDeniedError, obstore_errors.UnauthenticatedError, PermissionError)
 _CONFLICT = (obstore_errors.AlreadyExistsError, FileExistsError)
@@ -109,6 +109,9 @@ def _generic(request: Request, error: BaseException, said: str) -> StoreError:
 
 
 def _answered(request: Request, error: BaseException, said: str, status: int, code: str) -> StoreError:
+    if code in S3_EXPIRED_CODES:  # refused before anything was done; the next try takes those that s3fs then has
+        said = f"the credentials have expired; {said}"
+        return request.error(said, error, errno=errno.EACCES, transient=True, ambiguous=False)
     if code in _DENIED_CODES or status in (401, 403):
         return request.error(f"{DENIED}; {said}", error, errno=errno.EACCES)
     if status == 404:

@@ -34,7 +34,7 @@ class ObstoreGcsUpload(GcsUpload):
 
     def __init__(self, clients: Clients, session: GcsSession, key: str, *, request: Callable[[str], Request]) -> None:
         begun = request("upload")
-        super().__init__(session, key, url=begun.url, bucket=begun.bucket, name=begun.name)
+        super().__init__(session, key, url=begun.url, bucket=begun.bucket, name=begun.object_name)
         self._clients = clients
         self._made_request = request
 

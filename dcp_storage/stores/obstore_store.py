@@ -15,7 +15,7 @@ import obstore
 
 from dcp_storage.errors import UntrustedDataError
 from dcp_storage.store import Buffers, Store, Upload, WrappedStore, check_name, total
-from dcp_storage.stores.asking import Request
+from dcp_storage.stores.asking import READ_TIMEOUT, Request
 from dcp_storage.stores.location import Location
 from dcp_storage.stores.obstore_errors import NoRangesError, translated
 from dcp_storage.stores.obstore_options import Clients, GcsSource, S3Source, Source, check_gcs, check_s3, runs_here
@@ -35,6 +35,7 @@ def open_obstore(
     *,
     max_concurrency: int = 16,
     chained: bool = False,
+    deadline: float = 300.0,
 ) -> ObstoreStore:
     """Opens a folder of a bucket; sends no request.
 
@@ -43,6 +44,7 @@ def open_obstore(
         storage_options: for s3fs or gcsfs, as the user gave them; not changed.
         max_concurrency: requests in flight at once.
         chained: whether the location is a chain of filesystems, which obstore does not know.
+        deadline: seconds after which one request is given up; after 60 without a byte of its answer it is so anyway.
 
     Raises:
         InvalidLocationError: the location has no bucket.
@@ -53,8 +55,8 @@ def open_obstore(
         from dcp_storage.stores.s3 import open_s3
         from dcp_storage.stores.s3_session import s3fs_options
 
-        options = s3fs_options(storage_options, max_concurrency=max_concurrency)
-        s3 = open_s3(location, storage_options, max_concurrency=max_concurrency)
+        options = s3fs_options(storage_options, max_concurrency=max_concurrency, silence=min(deadline, READ_TIMEOUT))
+        s3 = open_s3(location, storage_options, max_concurrency=max_concurrency, deadline=deadline)
         check_s3(options, s3._bucket)
         source: Source = S3Source(s3._session, s3._bucket, options)
         begin: Begin = partial(StreamUpload, inner=s3, max_concurrency=max_concurrency)
@@ -65,7 +67,7 @@ def open_obstore(
         from dcp_storage.stores.obstore_gcs import ObstoreGcsUpload
 
         check_gcs(gcsfs_options(storage_options))
-        gcs = open_gcs(location, storage_options, max_concurrency=max_concurrency)
+        gcs = open_gcs(location, storage_options, max_concurrency=max_concurrency, deadline=deadline)
         begin = partial(ObstoreGcsUpload, session=gcs._session)
         return ObstoreStore(gcs, GcsSource(gcs._session), gcs._bucket, gcs._prefix, begin, parallel_parts=True)
     raise ValueError(f'engine="obstore" serves s3:// and gs:// alone; use engine="fsspec" for {location.protocol}://')

@@ -132,13 +132,13 @@ class StreamUpload(Upload):
                 writer.__exit__(StoreError, request.error("aborted."), None)
         if self._begun:
             try:
-                self._inner.abort_uploads([request.name])
+                self._inner.abort_uploads([request.object_name])
             except StoreError as error:
                 if error.errno != errno.EOPNOTSUPP:  # a server that cannot list them; the writer has done its own
                     failures.append(error)
         if self._made:  # last: after the aborts no late end can bring the object back
             try:
-                self._inner.delete([request.name])
+                self._inner.delete([request.object_name])
             except StoreError as error:
                 failures.append(error)
         if failures:

@@ -24,6 +24,7 @@ def open_store(
     *,
     max_concurrency: int = 16,
     engine: str = "fsspec",
+    deadline: float = 300.0,
 ) -> Store:
     """Opens the folder; makes nothing in it.
 
@@ -33,6 +34,8 @@ def open_store(
         max_concurrency: most requests at once, for stores that keep a pool of connections.
         engine: what moves the bytes of S3 and GCS, ``"fsspec"`` or ``"obstore"``; local disk and ``memory://`` have
             stores of their own, whatever is said here.
+        deadline: seconds that a request may take with its retries; on S3 and GCS one that takes longer, or that for 60
+            seconds gets no byte of its answer, is given up, where the user's options say nothing else.
 
     Raises:
         InvalidLocationError: the filesystem or the engine does not take these options, or a package that it needs is
@@ -50,15 +53,15 @@ def open_store(
         if engine == "obstore":
             from dcp_storage.stores.obstore_store import open_obstore
 
-            return open_obstore(location, options, max_concurrency=max_concurrency, chained=chained)
+            return open_obstore(location, options, max_concurrency=max_concurrency, chained=chained, deadline=deadline)
         if location.protocol in ("s3", "s3a") and not chained:
             from dcp_storage.stores.s3 import open_s3
 
-            return open_s3(location, options, max_concurrency=max_concurrency)
+            return open_s3(location, options, max_concurrency=max_concurrency, deadline=deadline)
         if location.protocol in ("gs", "gcs") and not chained:
             from dcp_storage.stores.gcs import open_gcs
 
-            return open_gcs(location, options, max_concurrency=max_concurrency)
+            return open_gcs(location, options, max_concurrency=max_concurrency, deadline=deadline)
         return _open_generic(location, options, shown, chained=chained)
     except CheckpointError:
         raise

@@ -23,7 +23,7 @@ from dcp_storage.errors import (
 )
 from dcp_storage.names import new_token
 from dcp_storage.store import Atomicity, Buffers, Entry, Store, Upload, check_name, total
-from dcp_storage.stores.asking import Request
+from dcp_storage.stores.asking import READ_TIMEOUT, Request
 from dcp_storage.stores.location import without_password
 from dcp_storage.stores.s3_bodies import body_of, checksum_of, date_of, fill, next_piece, part_of
 from dcp_storage.stores.s3_errors import code_of, field_of, status_of, translated
@@ -51,7 +51,13 @@ class Place(Protocol):
         """Bucket and key, ``bucket/a/folder``."""
 
 
-def open_s3(place: Place, storage_options: Mapping[str, Any] | None = None, *, max_concurrency: int) -> S3Store:
+def open_s3(
+    place: Place,
+    storage_options: Mapping[str, Any] | None = None,
+    *,
+    max_concurrency: int,
+    deadline: float = 300.0,
+) -> S3Store:
     """Opens a folder of a bucket; sends no request.
 
     Args:
@@ -59,19 +65,20 @@ def open_s3(place: Place, storage_options: Mapping[str, Any] | None = None, *, m
         storage_options: for s3fs, as the user gave them; not changed. Retries and timeouts that they do not set are
             set so that only our own layer retries.
         max_concurrency: requests in flight at once, from all threads.
+        deadline: seconds after which one request is given up; after 60 without a byte of its answer it is so anyway.
 
     Raises:
         InvalidLocationError: the location has no bucket.
         ValueError: an option that cannot be used.
     """
-    options = s3fs_options(storage_options, max_concurrency=max_concurrency)
+    options = s3fs_options(storage_options, max_concurrency=max_concurrency, silence=min(deadline, READ_TIMEOUT))
     bucket, _, key = place.path.lstrip("/").partition("/")
     if bucket.startswith("arn:"):  # an access point, whose name may hold slashes
         bucket, key, _ = S3Session(options, bucket).filesystem().split_path(place.path)
     url = without_password(place.url).rstrip("/")
     if not bucket:
         raise InvalidLocationError(f"{url!r} names no bucket.", path=url)
-    return S3Store(url, bucket, key, options, max_concurrency=max_concurrency)
+    return S3Store(url, bucket, key, options, max_concurrency=max_concurrency, deadline=deadline)
 
 
 class _Probe:
@@ -91,6 +98,7 @@ class S3Store(Store):
         key: the folder's key in the bucket; empty for the whole bucket.
         options: for ``S3FileSystem``, from :func:`~dcp_storage.stores.s3_session.s3fs_options`.
         max_concurrency: most deletes in flight at once.
+        deadline: seconds after which one request is given up.
     """
 
     parallel_parts = True
@@ -99,14 +107,21 @@ class S3Store(Store):
     remote = True
 
     def __init__(
-        self, url: str, bucket: str, key: str, options: Mapping[str, Any], *, max_concurrency: int = 16
+        self,
+        url: str,
+        bucket: str,
+        key: str,
+        options: Mapping[str, Any],
+        *,
+        max_concurrency: int = 16,
+        deadline: float = 300.0,
     ) -> None:
         self.url = url
         self._bucket = bucket
         folder = key.rstrip("/")
         self._prefix = f"{folder}/" if folder else ""
         self._max_concurrency = max_concurrency
-        self._session = S3Session(options, bucket)
+        self._session = S3Session(options, bucket, deadline)
 
     def _key(self, name: str) -> str:
         return self._prefix + check_name(name)

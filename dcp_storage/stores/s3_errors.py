@@ -118,7 +118,10 @@ def _answered(request: Request, error: Any) -> StoreError:
     status, code = status_of(error), code_of(error)
     said = f"the server answered {status} {code}"
     if code in S3_EXPIRED_CODES:
-        return request.error(f"the credentials have expired; {said}.", error, errno=errno.EACCES)
+        # Refused before anything was done. Where botocore can renew them it does so for a later try.
+        return request.error(
+            f"the credentials have expired; {said}.", error, errno=errno.EACCES, transient=True, ambiguous=False
+        )
     if code in S3_CLOCK_CODES:
         return request.error(
             f"the clock of this machine and the server's differ too much; {said}.", error, errno=errno.EACCES

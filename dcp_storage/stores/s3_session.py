@@ -18,14 +18,14 @@ from fsspec.config import apply_config
 from s3fs import S3FileSystem
 
 from dcp_storage.errors import InvalidLocationError
+from dcp_storage.stores.asking import CONNECT_TIMEOUT, READ_TIMEOUT, SLOWEST
+from dcp_storage.stores.s3_bodies import Body
 
 __all__ = ["OneTrySession", "S3Client", "S3Session", "s3fs_options"]
 
 T = TypeVar("T")
 
 CANCEL_WAIT = 10.0  # seconds that an interrupted call waits for its request to let go of the caller's memory
-CONNECT_TIMEOUT = 10.0
-READ_TIMEOUT = 60.0  # seconds without a byte of the answer
 LEAST_POOL = 10  # botocore's own default
 WRONG_OPTION = (AttributeError, LookupError, TypeError, ValueError)  # an option of the wrong kind, met where it is used
 
@@ -43,12 +43,15 @@ class OneTrySession(AIOHTTPSession):  # type: ignore[misc]
         return cast(aiohttp.ClientSession, session)
 
 
-def s3fs_options(storage_options: Mapping[str, Any] | None, *, max_concurrency: int) -> dict[str, Any]:
+def s3fs_options(
+    storage_options: Mapping[str, Any] | None, *, max_concurrency: int, silence: float = READ_TIMEOUT
+) -> dict[str, Any]:
     """The options for s3fs: the user's, with what the user did not set set so that only our own layer retries.
 
     Args:
         storage_options: the user's; not changed. ``config_kwargs`` are botocore's ``Config`` fields.
         max_concurrency: requests in flight at once; the connection pool is at least as large.
+        silence: seconds without a byte of the answer after which a request has failed.
 
     Raises:
         ValueError: ``asynchronous=True``, whose filesystem has no loop to call from a thread; or an ``s3`` of
@@ -58,8 +61,8 @@ def s3fs_options(storage_options: Mapping[str, Any] | None, *, max_concurrency: 
     if options.get("asynchronous"):
         raise ValueError("storage_options: asynchronous=True cannot be used; the store is called from plain threads.")
     defaults: dict[str, Any] = {
-        "connect_timeout": CONNECT_TIMEOUT,
-        "read_timeout": READ_TIMEOUT,
+        "connect_timeout": min(CONNECT_TIMEOUT, silence),
+        "read_timeout": silence,
         "retries": {"total_max_attempts": 1, "mode": "standard"},
         "max_pool_connections": max(LEAST_POOL, max_concurrency),
         # CRCs are the caller's, made once; otherwise botocore reads every body again to make its own.
@@ -85,8 +88,12 @@ class S3Client:
         kept: a dict that lives as long as the filesystem object, shared by all stores on it; for the event loop only.
     """
 
-    def __init__(self, client: Any, filesystem: Any) -> None:
+    def __init__(self, client: Any, filesystem: Any, deadline: float) -> None:
         self._client = client
+        self._deadline = deadline
+        # botocore asks for the server's consent before each body that is a file: a round trip for each part, and a
+        # wait that no time-out of aiohttp covers.
+        client.meta.events.register_last("before-call.s3", _without_expect, unique_id="dcp_storage-without-expect")
         self._extra: dict[str, Any] = {**filesystem.s3_additional_kwargs, **filesystem.req_kw}
         self.endpoint: str = client.meta.endpoint_url
         self.kept: dict[str, Any] = filesystem.__dict__.setdefault("_dcp_storage_kept", {})
@@ -99,8 +106,21 @@ class S3Client:
         meta = self._client.meta
         known = meta.service_model.operation_model(meta.method_to_api_mapping[method]).input_shape.members
         extra = {name: value for name, value in self._extra.items() if name in known}
-        answer: dict[str, Any] = await getattr(self._client, method)(**{**extra, **arguments})
-        return answer
+        # aiohttp has no time-out for a body that nobody takes, only for the whole; the answer's body is read later.
+        return await asyncio.wait_for(getattr(self._client, method)(**{**extra, **arguments}), self._limit(arguments))
+
+    def _limit(self, arguments: Mapping[str, Any]) -> float | None:
+        """Seconds for one request up to its answer; None where the user wants no time-out."""
+        config, body = self._client.meta.config, arguments.get("Body")
+        if config.connect_timeout is None or config.read_timeout is None:
+            return None
+        size = body.size or 0 if isinstance(body, Body) else 0
+        own = float(config.connect_timeout + config.read_timeout)
+        return max(own, min(own + size / SLOWEST, self._deadline))
+
+
+def _without_expect(params: dict[str, Any], **_: object) -> None:
+    params["headers"].pop("Expect", None)
 
 
 class S3Session:
@@ -109,10 +129,12 @@ class S3Session:
     Args:
         options: for ``S3FileSystem``, from :func:`s3fs_options`.
         bucket: the bucket, which decides the region where s3fs is asked to look that up (``cache_regions``).
+        deadline: seconds after which one request is given up.
     """
 
-    def __init__(self, options: Mapping[str, Any], bucket: str) -> None:
+    def __init__(self, options: Mapping[str, Any], bucket: str, deadline: float = 300.0) -> None:
         self._options = dict(options)
+        self._deadline = deadline
         self._bucket = bucket
         self._held: tuple[int, Any] | None = None
         self._inherited: list[Any] = []
@@ -171,7 +193,7 @@ class S3Session:
         """
         try:
             await filesystem.set_session()
-            return S3Client(await filesystem.get_s3(self._bucket), filesystem)
+            return S3Client(await filesystem.get_s3(self._bucket), filesystem, self._deadline)
         except WRONG_OPTION as error:
             raise InvalidLocationError(
                 f"The bucket {self._bucket!r} cannot be opened with these storage_options "

@@ -83,6 +83,7 @@ def store_error(
         kind = ObjectExistsError
     about = url if name is None else f"{name!r} in {url}"
     said = getattr(error, "strerror", None) or str(error) or (os.strerror(number) if number else "no more is known")
+    said = " ".join(line.strip() for line in said.splitlines())  # some clients say things on several lines
     label = type(error).__name__ if number is None else errno.errorcode.get(number, number)
     made = kind(
         f"{operation} failed for {about}: {said} ({label}).",

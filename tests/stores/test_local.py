@@ -65,17 +65,21 @@ class TestConformance(StoreConformance):
 
 class TestFolders(Recorded):
     def test_missing_parents_are_made_and_synced(self, tmp_path: Path, trace: Trace) -> None:
-        """Each new folder is made, then it and the folder that names it are synced, from the top down."""
+        """Each new folder is made, then it and the folder that names it are synced, from the top down; before that the
+        name of the one that is there, which a process may have made that was killed before its sync.
+        """
         LocalStore(tmp_path / "a/b", calls=trace.calls()).make_folder()
         synced = [line for line in trace.log if line.split()[0] in ("mkdir", "fsync")]
-        assert synced == ["mkdir a", "fsync a", f"fsync {tmp_path.name}", "mkdir b", "fsync b", "fsync a"]
+        first, *rest = synced
+        assert first == f"fsync {tmp_path.parent.name}"
+        assert rest == ["mkdir a", "fsync a", f"fsync {tmp_path.name}", "mkdir b", "fsync b", "fsync a"]
         assert (tmp_path / "a/b").is_dir()
 
     def test_a_folder_that_is_there_is_left_alone(self, store: LocalStore, folder: Path, trace: Trace) -> None:
-        """Making an existing folder changes nothing."""
+        """Making an existing folder changes nothing, and syncs its name."""
         (folder / "x").write_bytes(b"1")
         store.make_folder()
-        assert trace.log == []
+        assert trace.log == [f"open {folder.parent.name}", f"fsync {folder.parent.name}"]
         assert names(folder) == ["x"]
 
     def test_another_rank_may_be_faster(self, tmp_path: Path, trace: Trace) -> None:
@@ -87,7 +91,20 @@ class TestFolders(Recorded):
 
         trace.faults["mkdir"] = late
         LocalStore(tmp_path / "a", calls=trace.calls()).make_folder()
-        assert [line for line in trace.log if line.startswith("fsync")] == ["fsync a", f"fsync {tmp_path.name}"]
+        assert [line for line in trace.log if line.startswith("fsync")][1:] == ["fsync a", f"fsync {tmp_path.name}"]
+
+    @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
+    def test_a_parent_that_cannot_be_synced(self, store: LocalStore, trace: Trace, number: int) -> None:
+        """The folder above one that is there may be unreadable or read-only: that folder is not of our making."""
+        trace.faults["fsync"] = failing(number)
+        store.make_folder()
+
+    def test_a_parent_that_fails_to_be_synced(self, store: LocalStore, trace: Trace) -> None:
+        """Where the disk fails as the name of the folder is synced, the folder is not said to be there for good."""
+        trace.faults["fsync"] = failing(errno.EIO)
+        with pytest.raises(StoreError) as caught:
+            store.make_folder()
+        assert caught.value.errno == errno.EIO
 
     @pytest.mark.parametrize("path", ["file", "file/x", "file/x/y", "dangling"])
     def test_a_file_in_the_way_is_enotdir(self, tmp_path: Path, path: str) -> None:
