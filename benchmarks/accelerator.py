@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -30,6 +31,10 @@ def _timed(call: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
+def _load(target: dict[str, torch.Tensor], path: str, *, stock: bool) -> None:
+    dcp.load(target, storage_reader=dcp.FileSystemReader(path) if stock else FsspecStorageReader(path))
+
+
 def main() -> int:
     """Reads the command line, measures, compares, prints."""
     device = torch.accelerator.current_accelerator()
@@ -45,10 +50,10 @@ def main() -> int:
             ours, stock = f"{folder}/ours-{number}", f"{folder}/stock-{number}"
             target = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
             calls: dict[str, Callable[[], object]] = {
-                "save, ours": lambda to=ours: dcp.save(state, storage_writer=FsspecStorageWriter(to)),
-                "save, torch": lambda to=stock: dcp.save(state, storage_writer=dcp.FileSystemWriter(to)),
-                "load, torch": lambda at=stock, into=target: dcp.load(into, storage_reader=dcp.FileSystemReader(at)),
-                "load, ours": lambda at=ours, into=target: dcp.load(into, storage_reader=FsspecStorageReader(at)),
+                "save, ours": partial(dcp.save, state, storage_writer=FsspecStorageWriter(ours)),
+                "save, torch": partial(dcp.save, state, storage_writer=dcp.FileSystemWriter(stock)),
+                "load, torch": partial(_load, target, stock, stock=True),
+                "load, ours": partial(_load, target, ours, stock=False),
             }
             for title, call in calls.items():
                 seconds.setdefault(title, []).append(_timed(call, device))
