@@ -3,6 +3,8 @@
 #   make test    the tests, without the slow ones
 #   make check   all that CI runs
 #   make bench   the measurements, short; ARGS=--full for all of them
+#   make proof   every crash, every power loss, a long state machine, a million fuzzed inputs; hours
+#   make soak    four ranks save and load for half an hour over a link that breaks
 #   make torches the suite's core and cross-loads on another torch; several GB
 #   make clean   removes what make made
 # PYTHON names the interpreter (3.10 or later); VENV and the other *_VENV where the environments go.
@@ -36,10 +38,10 @@ unexport PYTHONPATH
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-slow torches bench lint types check format clean
+.PHONY: help demo test test-slow torches proof soak bench lint types check format clean
 
 help:
-	@sed -n "2,7s/^# *//p" Makefile
+	@sed -n "2,9s/^# *//p" Makefile
 
 demo: $(VENV)/.installed
 	@$(RUN) examples/demo.py
@@ -52,6 +54,14 @@ test-slow: $(VENV)/.installed $(MINISTACK_VENV)/.installed $(SEAWEED_VENV)/.inst
 
 torches: $(VENV)/.installed $(MINISTACK_VENV)/.installed $(FAKE_GCS_VENV)/.installed
 	$(RUN) -m scripts.two_torches
+
+proof: $(VENV)/.installed $(MINISTACK_VENV)/.installed
+	$(RUN) -m scripts.proof $(ARGS)
+	$(RUN) -m tests.machine.proof --steps 200000
+	$(RUN) -m scripts.fuzz --inputs 1000000
+
+soak: $(VENV)/.installed $(MINISTACK_VENV)/.installed
+	$(RUN) -m scripts.soak $(ARGS)
 
 bench: $(VENV)/.bench
 	$(RUN) -m benchmarks.run $(ARGS)

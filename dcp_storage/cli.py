@@ -2,39 +2,27 @@
 
 from __future__ import annotations
 
-import json
-import os
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from dcp_storage.cli_running import NOT_THERE, WRONG, run_command
 from dcp_storage.cli_values import ENVIRONMENT, WrongUse, bytes_of_text, share_of_text, span_of_text, storage_options
-from dcp_storage.errors import (
-    CheckpointError,
-    CheckpointExistsError,
-    CheckpointNotFoundError,
-    CommitUnknownError,
-    InvalidLocationError,
-    StoreError,
-)
 from dcp_storage.options import LoadOptions, Report, SaveOptions
 from dcp_storage.version import VERSION
 
-__all__ = ["FAILED", "INTERRUPTED", "NOT_THERE", "USE", "WRONG", "app", "exit_code"]
-
-WRONG, USE, NOT_THERE, FAILED, INTERRUPTED = 1, 2, 3, 4, 130
-"""Exit codes; 0 is as wished."""
+__all__ = ["app"]
 
 _CODES = (
     "Exit codes: 0 as wished; 1 something is wrong with the checkpoint (doctor: with the store); 2 wrong use; "
-    "3 not there or not committed; 4 the store failed; 130 interrupted."
+    "3 not there or not committed; 4 the store failed, or this program; 130 interrupted."
 )
+_AT_ONCE = SaveOptions().max_concurrency
 _STORE = (
     f"Options of the store come from the environment variable {ENVIRONMENT} (a JSON object), then from -o flags; "
-    "fsspec's own configuration files count as well."
+    "fsspec's own configuration files count as well. For a server of your own: "
+    "-o client_kwargs.endpoint_url=http://host:9000 -o key=... -o secret=..."
 )
 
 app = typer.Typer(
@@ -68,64 +56,6 @@ Single = Annotated[
 ]
 
 
-def exit_code(error: BaseException) -> int:
-    """The exit code that says what went wrong."""
-    if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED
-    if isinstance(error, InvalidLocationError | CheckpointExistsError | WrongUse | ValueError | TypeError | KeyError):
-        return USE
-    if isinstance(error, CheckpointNotFoundError):
-        return NOT_THERE
-    if isinstance(error, StoreError | CommitUnknownError):
-        return FAILED
-    if isinstance(error, CheckpointError) and error.kind in ("single-writer", "pinned", "last-good"):
-        return USE
-    return WRONG
-
-
-def _run(as_json: bool, work: Callable[[], Report], code: Callable[[Any], int]) -> None:
-    """Does a command's work, shows what came of it, and exits with the code that says so."""
-    try:
-        report = work()
-    except (CheckpointError, WrongUse, ValueError, TypeError, KeyError, KeyboardInterrupt) as error:
-        number = exit_code(error)
-        text = "Interrupted: nothing is half done. Run it again." if number == INTERRUPTED else str(error)
-        if isinstance(error, KeyError):
-            text = f"There is no key {error.args[0]!r} in this checkpoint; show without a key lists them."
-        if as_json:
-            said = {name: getattr(error, name, None) for name in ("kind", "path", "key")}
-            _print(json.dumps({"ok": False, "exit_code": number, "error": {"message": text, **said}}) + "\n", number)
-        sys.stderr.write(f"{text}\n")
-        raise typer.Exit(number) from error
-    if as_json:
-        _print(json.dumps(report.to_dict()) + "\n", code(report))
-    else:
-        from dcp_storage.cli_text import text_of
-
-        _print(text_of(report), code(report))
-    raise typer.Exit(code(report))
-
-
-def _print(text: str, number: int) -> None:
-    """Writes to standard output. Whoever stops reading, as ``head`` does, changes nothing of the exit code.
-
-    Raises:
-        typer.Exit: with :data:`USE`: it cannot be written to. What the command did is done all the same.
-    """
-    encoding = sys.stdout.encoding or "utf-8"
-    try:
-        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
-        sys.stdout.flush()
-    except OSError as error:
-        # What is still in the buffer goes nowhere, or the interpreter would fail over it once more at its end.
-        with Path(os.devnull).open("wb") as nowhere:
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
-        if isinstance(error, BrokenPipeError):
-            return
-        sys.stderr.write(f"Standard output cannot be written to: {error.strerror}. The exit code would be {number}.\n")
-        raise typer.Exit(USE) from error
-
-
 def _by_ok(report: Report) -> int:
     return 0 if report.ok else WRONG
 
@@ -153,11 +83,13 @@ def _ls(run: Run, option: Options = None, as_json: Json = False) -> None:
     """
 
     def work() -> Report:
+        from dcp_storage.cli_progress import Bar
         from dcp_storage.tools.listing import list_run
 
-        return list_run(run, storage_options=storage_options(option))
+        with Bar("looking", in_bytes=False) as bar:
+            return list_run(run, storage_options=storage_options(option), callback=bar)
 
-    _run(as_json, work, lambda report: NOT_THERE if report.latest is None else 0)
+    run_command(as_json, work, lambda report: NOT_THERE if report.latest is None else 0)
 
 
 @app.command("show", epilog=_CODES)
@@ -180,13 +112,21 @@ def _show(
     """
 
     def work() -> Report:
+        from dcp_storage.cli_progress import Bar
         from dcp_storage.tools.describe import describe
 
         options = LoadOptions(trusted_globals=tuple(trust or ()))
-        return describe(checkpoint, key, values=values, storage_options=storage_options(option), options=options)
+        given = storage_options(option)
+        with Bar("looking", in_bytes=False):
+            try:
+                return describe(checkpoint, key, values=values, storage_options=given, options=options)
+            except KeyError as error:
+                raise WrongUse(f"There is no key {key!r} in this checkpoint; show without a key lists them.") from error
 
     states = {"committed": 0, "damaged": WRONG, "rank-by-rank": 0}
-    _run(as_json, work, lambda r: (WRONG if r.problems else 0) if states.get(r.state) == 0 else states.get(r.state, 3))
+    run_command(
+        as_json, work, lambda r: (WRONG if r.problems else 0) if states.get(r.state) == 0 else states.get(r.state, 3)
+    )
 
 
 @app.command("verify", epilog=_CODES)
@@ -201,7 +141,7 @@ def _verify(
     ] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="With --sample: choose other blocks.")] = 0,
     repair: Annotated[bool, typer.Option("--repair", help="Rewrite .metadata if it is missing or stale.")] = False,
-    max_concurrency: AtOnce = 8,
+    max_concurrency: AtOnce = _AT_ONCE,
     part_size: Part = "16MiB",
     memory_budget: Memory = "256MiB",
     option: Options = None,
@@ -230,16 +170,16 @@ def _verify(
                 callback=bar,
             )
 
-    _run(as_json, work, _by_ok)
+    run_command(as_json, work, _by_ok)
 
 
 @app.command("prune", epilog=_CODES)
 def _prune(
     run: Run,
-    keep_latest: Annotated[
-        int | None, typer.Option(metavar="N", help="Keep the N newest committed steps. Without it no step goes.")
+    keep_latest: Annotated[int | None, typer.Option(metavar="N", help="Keep the N newest committed steps.")] = None,
+    keep_every: Annotated[
+        int | None, typer.Option(metavar="N", help="Keep every step that N divides, and the newest.")
     ] = None,
-    keep_every: Annotated[int | None, typer.Option(metavar="N", help="Keep every step that N divides.")] = None,
     keep: Annotated[list[int] | None, typer.Option(metavar="STEP", help="Keep this step too.")] = None,
     grace: Annotated[
         str, typer.Option(metavar="SPAN", help="Leftovers younger than this stay, e.g. 7d or 12h.")
@@ -249,23 +189,30 @@ def _prune(
     option: Options = None,
     as_json: Json = False,
 ) -> None:
-    """Delete old steps, and what dead saves left. A dry run unless --apply is given."""
+    """Delete old steps, and what dead saves left. A dry run unless --apply is given.
+
+    Without --keep-latest and --keep-every no step goes. The newest whole step, pinned ones, one that is being saved
+    and what is not ours by name stay in any case.
+    """
 
     def work() -> Report:
+        from dcp_storage.cli_progress import Bar
         from dcp_storage.tools.prune import prune
 
-        return prune(
-            run,
-            keep_latest=keep_latest,
-            keep_every=keep_every,
-            keep=keep or (),
-            grace=span_of_text(grace),
-            apply=apply,
-            assume_single_writer=assume_single_writer,
-            storage_options=storage_options(option),
-        )
+        with Bar("pruning" if apply else "looking", in_bytes=False) as bar:
+            return prune(
+                run,
+                keep_latest=keep_latest,
+                keep_every=keep_every,
+                keep=keep or (),
+                grace=span_of_text(grace),
+                apply=apply,
+                assume_single_writer=assume_single_writer,
+                storage_options=storage_options(option),
+                callback=bar,
+            )
 
-    _run(as_json, work, _by_ok)
+    run_command(as_json, work, _by_ok)
 
 
 @app.command("cp", epilog=_CODES)
@@ -280,7 +227,7 @@ def _cp(
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="As -o, for the destination only.")
     ] = None,
     assume_single_writer: Single = False,
-    max_concurrency: AtOnce = 8,
+    max_concurrency: AtOnce = _AT_ONCE,
     part_size: Part = "16MiB",
     memory_budget: Memory = "256MiB",
     option: Options = None,
@@ -313,7 +260,7 @@ def _cp(
                 callback=bar,
             )
 
-    _run(as_json, work, _by_ok)
+    run_command(as_json, work, _by_ok)
 
 
 @app.command("adopt", epilog=_CODES)
@@ -339,7 +286,7 @@ def _adopt(
         with Bar("reading") as bar:
             return adopt(checkpoint, data=data, storage_options=storage_options(option), options=options, callback=bar)
 
-    _run(as_json, work, _by_ok)
+    run_command(as_json, work, _by_ok)
 
 
 @app.command("doctor", epilog=_CODES)
@@ -350,11 +297,13 @@ def _doctor(url: Url, option: Options = None, as_json: Json = False) -> None:
     """
 
     def work() -> Report:
+        from dcp_storage.cli_progress import Bar
         from dcp_storage.tools.doctor import doctor
 
-        return doctor(url, storage_options=storage_options(option))
+        with Bar("asking", in_bytes=False) as bar:
+            return doctor(url, storage_options=storage_options(option), callback=bar)
 
-    _run(as_json, work, _by_ok)
+    run_command(as_json, work, _by_ok)
 
 
 @app.command("bench", epilog=_CODES)
@@ -383,4 +332,4 @@ def _bench(
                 callback=bar,
             )
 
-    _run(as_json, work, _by_ok)
+    run_command(as_json, work, _by_ok)

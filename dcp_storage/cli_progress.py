@@ -26,6 +26,8 @@ def wants_bars() -> bool:
 class Bar(Callback):  # type: ignore[misc]
     """An fsspec Callback and context manager that draws to standard error, from two seconds after it began.
 
+    Also where nothing was told yet, as where a store does not answer: what is waited for is shown without an end.
+
     Args:
         says: what is being done.
         in_bytes: whether it counts bytes, or steps.
@@ -41,13 +43,19 @@ class Bar(Callback):  # type: ignore[misc]
         self._begun = time.monotonic()
         self._progress: Progress | None = None
         self._task: Any = None
+        self._timer: threading.Timer | None = None
         self._lock = threading.Lock()
 
     def call(self, hook_name: str | None = None, **kwargs: Any) -> None:
         """Called by fsspec's Callback after each change of size or value, on any thread."""
         if not self._shown or time.monotonic() - self._begun < _PATIENCE:
             return
+        self._draw()
+
+    def _draw(self) -> None:
         with self._lock:
+            if not self._shown:  # it has ended meanwhile
+                return
             if self._progress is None:
                 count = DownloadColumn(binary_units=True) if self._in_bytes else MofNCompleteColumn()
                 columns = (TextColumn("{task.description}", markup=False), BarColumn(), count, TimeRemainingColumn())
@@ -57,11 +65,17 @@ class Bar(Callback):  # type: ignore[misc]
             self._progress.update(self._task, completed=self.value, total=self.size)
 
     def __enter__(self) -> Bar:
+        if self._shown:
+            self._timer = threading.Timer(_PATIENCE, self._draw)
+            self._timer.daemon = True
+            self._timer.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         with self._lock:
             self._shown = False
             if self._progress is not None:

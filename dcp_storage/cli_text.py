@@ -18,9 +18,9 @@ from dcp_storage.tools.bench import BenchReport
 from dcp_storage.tools.copy import CopyReport
 from dcp_storage.tools.describe import Description
 from dcp_storage.tools.doctor import Diagnosis
-from dcp_storage.tools.drawing import size_text
+from dcp_storage.tools.drawing import count_text, size_text
 from dcp_storage.tools.listing import Listing
-from dcp_storage.tools.prune import PruneReport
+from dcp_storage.tools.prune import Pruned, PruneReport
 from dcp_storage.tools.verify import Verification
 
 __all__ = ["say", "text_of"]
@@ -74,16 +74,22 @@ def text_of(report: Report) -> str:
     return out.getvalue()
 
 
-def _problems(console: Console, problems: Sequence[Problem]) -> None:
+_SIZES = ("missing", "short", "long")
+
+
+def _problems(console: Console, problems: Sequence[Problem], *, said: str = "") -> None:
+    """What is wrong, each with what to do; ``said``: what stands above already."""
     for problem in problems:
         about = [problem.kind, problem.file or "", f"key {problem.key!r}" if problem.key is not None else ""]
-        facts = [
-            f"{name} {value}"
-            for name, value in (("wanted", problem.wanted), ("found", problem.found))
-            if value is not None
-        ]
-        say(console, f"wrong: {' '.join(a for a in about if a)}{f' ({chr(44).join(facts)})' if facts else ''}")
-        say(console, f"    {problem.advice}")
+        facts = ""
+        if problem.kind in _SIZES:
+            there = "none" if problem.found is None else problem.found
+            facts = f": {problem.wanted} bytes were committed, {there} are there"
+        elif problem.kind == "altered" and isinstance(problem.wanted, int) and isinstance(problem.found, int):
+            facts = f": CRC-32 {problem.wanted:#010x} was committed, {problem.found:#010x} was read"
+        say(console, f"wrong: {' '.join(a for a in about if a)}{facts}")
+        if problem.advice != said:
+            say(console, f"    {problem.advice}")
 
 
 def _listing(console: Console, report: Listing) -> None:
@@ -110,7 +116,8 @@ def _listing(console: Console, report: Listing) -> None:
 
 def _description(console: Console, report: Description) -> None:
     say(console, f"{report.path}: {report.state}")
-    say(console, report.says)
+    says = report.says.removeprefix(f"{report.path}: ")
+    say(console, says)
     if report.commit is not None and report.author is not None:
         alone = ", single writer" if report.single_writer else ""
         ago = f", {_ago(report.modified)} ago" if report.modified is not None else ""
@@ -122,7 +129,8 @@ def _description(console: Console, report: Description) -> None:
     if len(report.keys) == 1:
         _one_key(console, report)
     elif report.keys:
-        say(console, f"{len(report.keys)} keys in {len(report.files)} files, {size_text(report.nbytes)}")
+        held = f"{count_text(len(report.keys), 'key')} in {count_text(len(report.files), 'file')}"
+        say(console, f"{held}, {size_text(report.nbytes)}")
         rows = [
             (key, found.kind if found.dtype is None else found.dtype, _shape(found.shape, found.kind),
              size_text(found.nbytes), len(found.pieces), " ".join(map(str, sorted({p.rank for p in found.pieces}))))
@@ -131,9 +139,10 @@ def _description(console: Console, report: Description) -> None:
         _table(console, ("key", "dtype", "shape", "size", "pieces", "of ranks"), rows)
     if report.leftovers:
         total = size_text(sum(report.leftovers.values()))
-        say(console, f"{len(report.leftovers)} files of ours that no commit names, {total}: {_few(report.leftovers)}")
-    if report.state == "damaged":
-        _problems(console, report.problems)
+        loose = count_text(len(report.leftovers), "file")
+        say(console, f"{loose} of ours that no commit names, {total}: {_few(report.leftovers)}")
+    if report.state not in ("stock", "unfinished", "void", "nothing"):  # whose problem is that, as said above
+        _problems(console, report.problems, said=report.says)
 
 
 def _shape(shape: tuple[int, ...], kind: str) -> str:
@@ -155,30 +164,50 @@ def _one_key(console: Console, report: Description) -> None:
 
 
 def _verification(console: Console, report: Verification) -> None:
-    looked = {"commit": "commit and manifest", "sizes": "commit, manifest and sizes", "data": "every byte"}
-    what = looked[report.depth] if report.sample is None else f"{report.sample:.1%} of the blocks"
+    what, left = _LOOKED[report.depth]
+    if report.sample is not None:
+        what, left = f"{report.sample:.1%} of the blocks", "The other blocks were not read."
     read = f", {size_text(report.bytes_read)} read" if report.bytes_read else ""
-    verdict = "nothing is wrong" if report.ok else f"{len(report.problems)} things are wrong"
-    said = f"{report.files} files, {size_text(report.nbytes)}"
-    say(console, f"{report.path}: {verdict} ({what}; {said}{read}).")
+    are = "is" if len(report.problems) == 1 else "are"
+    verdict = "nothing is wrong" if report.ok else f"{count_text(len(report.problems), 'thing')} {are} wrong"
+    said = f"; {count_text(report.files, 'file')}, {size_text(report.nbytes)}" if report.files else ""
+    say(console, f"{report.path}: {verdict} ({what}{said}{read}).")
+    if report.ok and left:
+        say(console, left)
     _problems(console, report.problems)
 
 
+_LOOKED = {
+    "commit": ("commit and manifest", "The files were not looked at; --depth sizes and --depth data do that."),
+    "sizes": ("commit, manifest and sizes", "What is in the files was not read; --depth data does that."),
+    "data": ("every byte", ""),
+}
+"""Depth → what was looked at, and what was not."""
+
+
 def _pruned(console: Console, report: PruneReport) -> None:
-    rows = [
-        (p.folder, p.step, p.action, p.files, size_text(p.frees), p.why)
-        for p in report.folders
-        if p.action != "keep" or p.why
+    rows: list[tuple[object, ...]] = [
+        (p.folder, p.step, p.action, p.files, size_text(p.frees), p.why) for p in report.folders if p.action != "keep"
     ]
+    left: dict[str, list[Pruned]] = {}
+    for found in report.folders:
+        if found.action == "keep" and found.why:
+            left.setdefault(found.why, []).append(found)
+    for why, alike in left.items():  # deleted steps, say, of which a long run has hundreds
+        named = alike[0].folder if len(alike) == 1 else f"{alike[0].folder} and {len(alike) - 1} more"
+        rows.append((named, alike[0].step if len(alike) == 1 else "", "keep", "", "", why))
     if rows:
         _table(console, ("folder", "step", "action", "files", "frees", "why"), rows)
     did = "freed" if report.applied else "would free"
-    say(
-        console,
-        f"{report.path}: {did} {size_text(report.frees)} in {report.files} files; "
-        f"{len(report.deleted)} steps {'deleted' if report.applied else 'to delete'}, {len(report.kept)} kept, "
-        f"{report.uploads} open uploads.",
-    )
+    parts = [
+        f"{did} {size_text(report.frees)} in {count_text(report.files, 'file')}" if report.files else "nothing to free"
+    ]
+    if report.deleted or report.kept:
+        gone = "deleted" if report.applied else "to delete"
+        parts.append(f"{count_text(len(report.deleted), 'step')} {gone}, {len(report.kept)} kept")
+    if report.uploads:
+        parts.append(f"{count_text(report.uploads, 'open upload')} {'aborted' if report.applied else 'to abort'}")
+    say(console, f"{report.path}: {'; '.join(parts)}.")
     if not report.applied and report.files + report.uploads:
         say(console, "Nothing was changed. Say --apply to do it.")
     _problems(console, report.problems)
@@ -189,10 +218,11 @@ def _copied(console: Console, report: CopyReport) -> None:
         say(console, f"{report.path} holds this checkpoint already (commit {report.commit}); nothing was to be done.")
         return
     seconds = sum(report.seconds.values())
-    earlier = f"; {report.files_resumed} files were there from an earlier run" if report.files_resumed else ""
+    earlier = f"; {count_text(report.files_resumed, 'file')} came from an earlier run" if report.files_resumed else ""
     say(
         console,
-        f"{report.source} → {report.path}: commit {report.commit}, {report.files} files, {size_text(report.nbytes)}; "
+        f"{report.source} → {report.path}: commit {report.commit}, {count_text(report.files, 'file')}, "
+        f"{size_text(report.nbytes)}; "
         f"{size_text(report.bytes_sent)} sent in {seconds:.1f} s{earlier}.",
     )
 
@@ -200,7 +230,8 @@ def _copied(console: Console, report: CopyReport) -> None:
 def _adopted(console: Console, report: Adoption) -> None:
     say(
         console,
-        f"{report.path}: commit {report.commit}, {report.keys} keys, {size_text(report.nbytes)}: {report.says}.",
+        f"{report.path}: commit {report.commit}, {count_text(report.keys, 'key')}, {size_text(report.nbytes)}: "
+        f"{report.says}.",
     )
 
 

@@ -84,10 +84,19 @@ def create_commit(store: Store, commit: Commit, look: Callable[[Store, Commit], 
 
     Raises:
         CheckpointExistsError: the number is another's.
+        CheckpointError: of kind ``"commit-number"``: there is no such number.
         CommitUnknownError: no reply, and looking did not tell either; or the object is not there but may still come.
         StoreError: the store refused in a way that leaves no doubt (no right, no space).
     """
     name = name_of(commit)
+    if commit.rank is None and names.commit_number(name) != commit.number:
+        raise CheckpointError(
+            f"{store.url}: commit {commit.number} would have a name that no reader takes for a commit. There is a "
+            "commit object of an absurd number here: move what is good to another folder.",
+            path=store.url,
+            key=name,
+            kind="commit-number",
+        )
     body = encode_commit(commit)
     doubt: StoreError | None = None
     for attempt in range(_TRIES):

@@ -22,14 +22,20 @@ class CountingStore(RequestStore):
 
     Attributes:
         requests: how many there were.
+        bytes_read: bytes that ``read`` and ``read_into`` brought back.
     """
 
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
         self.requests = 0
+        self.bytes_read = 0
         self._lock = threading.Lock()
 
     def request(self, request: Request, call: Callable[[], T]) -> T:
         with self._lock:
             self.requests += 1
-        return call()
+        found = call()
+        read = len(found) if isinstance(found, bytes) else request.nbytes if request.operation == "read_into" else 0
+        with self._lock:
+            self.bytes_read += read
+        return found

@@ -8,6 +8,7 @@ message multiplies its CRC by x^(8n) modulo the CRC polynomial.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 try:
@@ -18,7 +19,7 @@ except ImportError:  # no wheel for this processor
 __all__ = ["block_sums", "combine", "combine_all", "crc32", "crc32_of"]
 
 _POLYNOMIAL = 0xEDB88320  # reflected, as zlib has it
-_WORTH_TABLES = 8  # pieces in a row from which on building tables pays
+_WORTH_TABLES = 8  # pieces of one length beyond which building tables pays
 _ONE = 1 << 31  # the polynomial 1 in that order of bits
 
 
@@ -80,14 +81,18 @@ def _tables(length: int) -> tuple[tuple[int, ...], ...]:
 
 def combine_all(pieces: Sequence[tuple[int, int]]) -> int:
     """The CRC-32 of a row of pieces, each given as (CRC-32, bytes)."""
-    common = pieces[0][1] if len(pieces) > _WORTH_TABLES else -1
-    t0, t1, t2, t3 = _tables(common) if common >= 0 else ((), (), (), ())
+    often: dict[int, tuple[tuple[int, ...], ...]] = {}
+    if len(pieces) > _WORTH_TABLES:  # a file's blocks have a few lengths, which its items' heads and tails lie between
+        counts = Counter(length for _, length in pieces)
+        often = {length: _tables(length) for length, count in counts.items() if count > _WORTH_TABLES}
     crc = 0
     for piece, length in pieces:
-        if length == common:
+        tables = often.get(length)
+        if tables is not None:
+            t0, t1, t2, t3 = tables
             crc = t0[crc & 255] ^ t1[crc >> 8 & 255] ^ t2[crc >> 16 & 255] ^ t3[crc >> 24] ^ piece
         else:
-            crc = combine(crc, piece, length)
+            crc = combine(crc, piece, length) if crc else piece  # the shift of zero is zero
     return crc
 
 

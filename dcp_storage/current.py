@@ -22,10 +22,19 @@ from dcp_storage.errors import (
     StoreError,
     UntrustedDataError,
 )
-from dcp_storage.records import MAX_COMMIT, Commit, Manifest, decode_commit, decode_manifest
+from dcp_storage.records import MAX_COMMIT, MAX_MANIFEST, Commit, Manifest, decode_commit, decode_manifest
 from dcp_storage.store import Entry, Store
 
-__all__ = ["Current", "blame", "check_sizes", "list_commits", "nothing_committed", "read_current", "read_manifest"]
+__all__ = [
+    "Current",
+    "blame",
+    "check_sizes",
+    "list_commits",
+    "nothing_committed",
+    "read_current",
+    "read_manifest",
+    "read_standing",
+]
 
 _PROBE_GAP = 8  # numbers probed past the last one found, where listing is not allowed: lower commits may be swept
 
@@ -79,7 +88,8 @@ def _read_commit(store: Store, number: int) -> Current | None:
         commit = decode_commit(store.read(name, limit=MAX_COMMIT), path=store.url, file=name)
     except (ObjectNotFoundError, CorruptCheckpointError, UntrustedDataError):
         return None  # a body that fails its check is absent to readers; so is one that was swept since the listing
-    return Current(number, commit) if commit.number == number else None  # a copy of another number's body is not it
+    # A copy of another number's body is not it, nor is one of a single rank's.
+    return Current(number, commit) if (commit.number, commit.rank) == (number, None) else None
 
 
 def _probe(store: Store) -> Current | None:
@@ -99,24 +109,41 @@ def read_manifest(store: Store, current: Current) -> Manifest:
 
     Raises:
         CorruptCheckpointError: it is gone, or not what the commit says. Ask :func:`blame` whether it was replaced.
+        UntrustedDataError: it is larger than any manifest may be.
     """
     ref = current.commit.manifest
     if ref is None:
         raise NotCommittedError(f"{store.url}: the checkpoint was deleted.", path=store.url)
+    rank = current.commit.rank
+    by = names.commit_name(current.number) if rank is None else names.rank_commit_name(rank)
+    if ref.size > MAX_MANIFEST:
+        raise UntrustedDataError(
+            f"{store.url}: the commit names a manifest of {ref.size} bytes; no more than {MAX_MANIFEST} are read.",
+            name=ref.name,
+            path=store.url,
+        )
     try:
         data = store.read(ref.name, limit=ref.size)
     except ObjectNotFoundError as error:
-        raise _wrong(store, ref.name, "a manifest", None, "is missing", error) from error
+        raise _wrong(store, ref.name, ref.size, None, f"is missing; {by} commits it", error) from error
     except UntrustedDataError as error:
-        raise _wrong(
-            store, ref.name, ref.size, None, f"is larger than the {ref.size} bytes committed", error
-        ) from error
+        size = _size_of(store, ref.name)
+        has = f"has {size} bytes" if size is not None else "is larger"
+        raise _wrong(store, ref.name, ref.size, size, f"{has}; {ref.size} were committed by {by}", error) from error
     if len(data) != ref.size:
-        raise _wrong(store, ref.name, ref.size, len(data), f"has {len(data)} bytes; {ref.size} were committed")
+        raise _wrong(store, ref.name, ref.size, len(data), f"has {len(data)} bytes; {ref.size} were committed by {by}")
     found = zlib.crc32(data)
     if found != ref.crc32:
-        raise _wrong(store, ref.name, ref.crc32, found, f"has CRC-32 {found:#010x}; {ref.crc32:#010x} was committed")
+        says = f"has CRC-32 {found:#010x}; {ref.crc32:#010x} was committed by {by}"
+        raise _wrong(store, ref.name, ref.crc32, found, says)
     return decode_manifest(data, path=store.url, file=ref.name)
+
+
+def _size_of(store: Store, name: str) -> int | None:
+    try:
+        return store.size(name)
+    except StoreError:  # what is known of it already is worth more than this error
+        return None
 
 
 def check_sizes(store: Store, manifest: Manifest, wanted: Iterable[str]) -> None:
@@ -125,7 +152,8 @@ def check_sizes(store: Store, manifest: Manifest, wanted: Iterable[str]) -> None
     Without the right to list, each file is asked for its size.
 
     Raises:
-        CorruptCheckpointError: one is missing, short or long; the first in name order is named.
+        CorruptCheckpointError: one is missing, short or long; the first in name order is named, with the first key that
+            has bytes in it.
     """
     sizes = {record.name: record.size for record in manifest.files}
     wanted = sorted(set(wanted))
@@ -141,12 +169,26 @@ def check_sizes(store: Store, manifest: Manifest, wanted: Iterable[str]) -> None
             except ObjectNotFoundError:
                 continue  # said below, with what was wanted
     for name in wanted:
-        if name not in found:
-            raise _wrong(store, name, sizes[name], None, f"is missing; {sizes[name]} bytes were committed")
-        if found[name] != sizes[name]:
-            raise _wrong(
-                store, name, sizes[name], found[name], f"has {found[name]} bytes; {sizes[name]} were committed"
+        if found.get(name) != sizes[name]:
+            keys = _keys_in(manifest, name)
+            has = f"has {found[name]} bytes" if name in found else "is missing"
+            about = f"; in it {'is' if len(keys) == 1 else f'are {len(keys)} keys, the first'} {keys[0]!r:.200}"
+            wrong = _wrong(
+                store,
+                name,
+                sizes[name],
+                found.get(name),
+                f"{has}; {sizes[name]} bytes were committed{about if keys else ''}",
             )
+            wrong.key = keys[0] if keys else None
+            raise wrong
+
+
+def _keys_in(manifest: Manifest, name: str) -> list[str]:
+    """The keys that have bytes in a file, each once, in the order of their places."""
+    number = next(n for n, record in enumerate(manifest.files) if record.name == name)
+    placed = sorted((item.offset, item.key) for item in manifest.items if item.file == number)
+    return list(dict.fromkeys(key for _, key in placed))
 
 
 def blame(store: Store, number: int | None, error: CheckpointError) -> CheckpointError:
@@ -161,13 +203,15 @@ def blame(store: Store, number: int | None, error: CheckpointError) -> Checkpoin
         A CheckpointReplacedError if the number moved; a CorruptCheckpointError about the commit object where a later
         one is there that cannot be read; else ``error``.
     """
-    current = read_current(store)
+    numbers: list[int] | None = None
     try:
-        highest = max(list_commits(store.entries()), default=0)
+        numbers = list_commits(store.entries())
     except StoreError as refused:
         if refused.errno != errno.EACCES:
             raise
-        highest = current.number if current is not None else 0  # without the right to list: what probing finds
+    # Of one listing: a commit that came after it must not be taken for one that was there and could not be read.
+    current = read_current(store, numbers)
+    highest = max(numbers or (), default=current.number if current is not None and numbers is None else 0)
     if highest == (number or 0):
         return error
     if current is not None and current.number == number:
@@ -191,6 +235,22 @@ def blame(store: Store, number: int | None, error: CheckpointError) -> Checkpoin
     )
     replaced.__cause__ = error
     return replaced
+
+
+def read_standing(store: Store, current: Current) -> Manifest:
+    """As :func:`read_manifest`, but what is gone because another attempt was faster is not called corrupt.
+
+    Raises:
+        CheckpointReplacedError: the number moved since ``current`` was read.
+        CorruptCheckpointError: it did not.
+    """
+    try:
+        return read_manifest(store, current)
+    except CorruptCheckpointError as error:
+        found = blame(store, current.number, error)
+        if found is error:
+            raise
+        raise found from error
 
 
 def nothing_committed(store: Store, current: Current | None) -> CheckpointNotFoundError:
@@ -224,7 +284,7 @@ def nothing_committed(store: Store, current: Current | None) -> CheckpointNotFou
     if names.STOCK_VIEW in found:
         return NotCommittedError(
             f"{store.url}: there is a checkpoint that stock torch wrote, without a commit. Nothing shows that it is "
-            "whole; load it with require_commit=False.",
+            "whole; adopt it, or load it with require_commit=False.",
             path=store.url,
         )
     if ours:

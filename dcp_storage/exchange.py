@@ -112,12 +112,17 @@ class Sharing:
         self._items = [item_of(each) for each in wanted]
         self._left = len(self._items)
         counters.bytes_needed += sum(item.needed for item in self._items)
+        # Whoever reads it cannot check it either.
+        counters.unchecked(sum(i.needed for i in self._items if i.box is not None and not i.wanted.item.blocks))
         self._portions, held = spread(self._items, segments, files, max_gap=limits.max_gap, path=store.url)
         room = min(sum(item.size for item in held), limits.budget // 2)
         self._window = Window(held, room)
         self._limits_of: dict[int, int] = {}  # what the other ranks allow; nothing before they have said so
         self._reading = Budget(max((limits.budget - room) // 2, 1))
         self._receiving = Budget(max((limits.budget - room) // 2, 1))
+        for item in self._items:
+            if not item.left:  # now: once others may send, an item without bytes left can be one that has just come
+                self._finished.put(item)
 
     def run(self, meeting: Meeting) -> None:
         """Reads, receives and sends; returns when all ranks that this one exchanges with are done, too.
@@ -158,9 +163,6 @@ class Sharing:
     # -- on the hook's thread --
 
     def _work(self, pool: ThreadPoolExecutor, links: Links) -> None:
-        for item in self._items:
-            if not item.left:
-                self._finished.put(item)
         futures: list[Future[None]] = []
         slots = threading.BoundedSemaphore(2 * self._limits.max_concurrency)
         for request in self._requests(links):
@@ -246,6 +248,8 @@ class Sharing:
         except Exception as error:
             failed = portable(error, "read_data", path=self._store.url)
             links.fail(failed)
+            if failed is error:
+                raise
             raise failed from error
 
     def _let_go(self, read: _Read) -> None:
@@ -275,8 +279,6 @@ class Sharing:
     def _verify_blocks(self, segment: Segment, record: ItemRecord, start: int, run: memoryview) -> None:
         file = self._files[segment.file]
         at = start - record.offset - record.payload_offset
-        if not record.blocks and record.dtype is not None:
-            self._counters.unchecked(run.nbytes)
         if self._check(file, record, at, [run]) is None:
             return
         # Once more, alone: only what is altered on the store is corrupt, not what was altered on the way.
@@ -328,6 +330,8 @@ class Sharing:
             if item.box is not None:
                 try:
                     item.box.place(at, part)
+                except CheckpointError:
+                    raise
                 except Exception as error:
                     raise portable(error, "Filling the tensor", path=self._store.url, key=record.key) from error
             with self._lock:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 import struct
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from dcp_storage.errors import CheckpointError
+from dcp_storage.errors import CheckpointError, portable
 from dcp_storage.exchange_rounds import Meeting
 from dcp_storage.exchange_wire import Wire, WireError
 from dcp_storage.store import Entry, Store, WrappedStore
@@ -18,26 +19,23 @@ __all__ = ["Heard", "Retold", "read_together"]
 T = TypeVar("T")
 
 _SIZE = struct.Struct("<q")
+_INTERRUPTED = "The load was interrupted on rank 0 of the process group."
 _READS = 4  # requests, one after the other, that the first rank makes at most before it has something to send
 
 
 class Heard(WrappedStore):
-    """Counts what is read, and keeps the answers where somebody else shall have them.
+    """Keeps the answers for somebody else.
 
     Args:
         inner: the store.
-        keep: whether the answers are kept.
 
     Attributes:
-        bytes_read: bytes that ``read`` brought back.
         answers: (operation, name) → what was answered, in a list as often as it was asked.
     """
 
-    def __init__(self, inner: Store, *, keep: bool) -> None:
+    def __init__(self, inner: Store) -> None:
         super().__init__(inner)
-        self.bytes_read = 0
         self.answers: dict[tuple[str, str], list[Any]] = {}
-        self._keep = keep
 
     def entries(self) -> list[Entry]:
         return self._answer("entries", "", self.inner.entries)
@@ -46,12 +44,10 @@ class Heard(WrappedStore):
         return self._answer("size", name, lambda: self.inner.size(name))
 
     def read(self, name: str, *, limit: int) -> bytes:
-        data = self._answer("read", name, lambda: self.inner.read(name, limit=limit))
-        self.bytes_read += len(data)
-        return data
+        return self._answer("read", name, lambda: self.inner.read(name, limit=limit))
 
     def _answer(self, operation: str, name: str, call: Callable[[], T]) -> T:
-        kept = self.answers.setdefault((operation, name), []) if self._keep else []
+        kept = self.answers.setdefault((operation, name), [])
         try:
             answer = call()
         except CheckpointError as error:
@@ -100,7 +96,7 @@ class Retold(WrappedStore):
         return answer
 
 
-def read_together(meeting: Meeting, store: Store, read: Callable[[Store], T]) -> tuple[T, int, int]:
+def read_together(meeting: Meeting, store: Store, read: Callable[[Store], T]) -> tuple[T, int]:
     """Lets rank 0 read, and has every rank make the same of the same bytes.
 
     The bytes go down a tree: each rank hands them on to a few others, so that no rank sends them to all. An error of
@@ -112,22 +108,26 @@ def read_together(meeting: Meeting, store: Store, read: Callable[[Store], T]) ->
         read: what reads; it checks what it reads, on every rank.
 
     Returns:
-        What ``read`` returned, bytes read from the store by this rank, and bytes received from another.
+        What ``read`` returned, and bytes received from another rank.
 
     Raises:
-        CheckpointError: whatever ``read`` raises on rank 0; of kind ``"peer"``: a rank that was to hand the bytes on
-            did not.
+        CheckpointError: whatever ``read`` raises on rank 0, of kind ``"hook"`` where that is no error of ours; of kind
+            ``"peer"``: a rank that was to hand the bytes on did not.
     """
     wire = Wire(meeting.group, meeting.token, meeting.deadline * _READS)
     if meeting.rank == 0:
-        heard = Heard(store, keep=True)
+        heard = Heard(store)
         try:
             value = read(heard)
-        except CheckpointError as error:
-            _hand_on(meeting, wire, _packed(error))
+        except BaseException as error:
+            told = CheckpointError(_INTERRUPTED, path=meeting.path, kind="hook")
+            if isinstance(error, Exception):
+                told = portable(error, "read_metadata", path=meeting.path)
+            with contextlib.suppress(CheckpointError):  # who cannot be told does not matter more than this
+                _hand_on(meeting, wire, _packed(told))
             raise
         _hand_on(meeting, wire, _packed(heard.answers))
-        return value, heard.bytes_read, 0
+        return value, 0
     try:
         message = _take(meeting, wire)
     except WireError as error:
@@ -143,7 +143,7 @@ def read_together(meeting: Meeting, store: Store, read: Callable[[Store], T]) ->
     said = pickle.loads(message)
     if isinstance(said, CheckpointError):
         raise said
-    return read(Retold(store, said)), 0, message.nbytes
+    return read(Retold(store, said)), message.nbytes
 
 
 def _packed(said: object) -> memoryview:

@@ -127,17 +127,19 @@ def meet(group: dist.ProcessGroup, *, path: str, deadline: float, mine: object =
         group: every rank of it has to call; one load of a group at a time.
         path: the checkpoint, for errors.
         deadline: seconds that a rank may come later than the others.
-        mine: what this rank says to all; pickled.
+        mine: what this rank says to all; pickled. An error says that it cannot load: it is raised here, and on all
+            others one that names this rank.
 
     Raises:
-        CheckpointError: of kind ``"peer"``, naming the ranks that did not come; of kind ``"group"``: this process is
-            no member of the group.
+        CheckpointError: of kind ``"peer"``, naming the ranks that did not come, or cannot load; of kind ``"group"``:
+            this process is no member of the group.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if rank < 0:
         raise CheckpointError(f"{path}: this process is not in the reader's process_group.", path=path, kind="group")
     nonce = names.new_token()
     if size == 1:
+        _refuse(path, "load", mine, (mine,))
         return Meeting(group, nonce, rank, size, path, deadline, (mine,))
     store = group.get_group_store()
     with _Lost(path):
@@ -147,6 +149,7 @@ def meet(group: dist.ProcessGroup, *, path: str, deadline: float, mine: object =
             missing, token, said = _gather(store, size, nonce, mine, deadline)
     if missing:
         raise _absent(path, missing, "load", deadline)
+    _refuse(path, "load", mine, said)
     return Meeting(group, token, rank, size, path, deadline, tuple(said))
 
 
@@ -170,22 +173,27 @@ def agree(meeting: Meeting, begin: Callable[[], T | str]) -> tuple[T | None, str
     except Exception as error:  # noqa: BLE001 - raised below, after the others have been told
         failed = portable(error, "read_data", path=meeting.path)
     said = meeting.round("exchange", failed if failed is not None else mine if isinstance(mine, str) else None)
-    if failed is not None:
-        raise failed
-    wrong = {rank: error for rank, error in enumerate(said) if isinstance(error, CheckpointError)}
-    if wrong:
-        first = wrong[min(wrong)]
-        raise CheckpointError(
-            f"{meeting.path}: {named(wrong)} failed before the ranks could share their reads: {first}",
-            path=meeting.path,
-            key=first.key,
-            kind="peer",
-            cause=first,
-        )
+    _refuse(meeting.path, "share their reads", failed, said)
     reasons = [reason for reason in said if reason is not None]
     if reasons or mine is None or isinstance(mine, str):
         return None, str(reasons[0])
     return mine, ""
+
+
+def _refuse(path: str, doing: str, mine: object, said: Iterable[Any]) -> None:
+    """Raises what this rank or another one has failed with, where one says so."""
+    if isinstance(mine, CheckpointError):
+        raise mine
+    wrong = {rank: error for rank, error in enumerate(said) if isinstance(error, CheckpointError)}
+    if wrong:
+        first = wrong[min(wrong)]
+        raise CheckpointError(
+            f"{path}: {named(wrong)} failed before the ranks could {doing}: {first}",
+            path=path,
+            key=first.key,
+            kind="peer",
+            cause=first,
+        )
 
 
 _Answer = tuple[list[int], str, list[Any]]  # who is missing, the load's token, what each rank said

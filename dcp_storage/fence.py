@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from dcp_storage import names
 from dcp_storage.commit_object import create_commit, new_commit
-from dcp_storage.current import Current, list_commits, nothing_committed, read_current, read_manifest
+from dcp_storage.current import Current, list_commits, nothing_committed, read_current, read_standing
 from dcp_storage.errors import CheckpointError, CheckpointExistsError, CheckpointReplacedError
 from dcp_storage.store import Atomicity, Entry, Store
 from dcp_storage.view import settle_view
@@ -105,7 +105,7 @@ def choose_old(sweep: Sweep) -> None:
     sweep.uploads = [e.name for e in sweep.store.open_uploads() if names.is_ours(e.name) and sweep.is_old(e)]
     kept: set[str] = set()
     if sweep.live is not None and sweep.live.commit.manifest is not None:
-        manifest = read_manifest(sweep.store, sweep.live)
+        manifest = read_standing(sweep.store, sweep.live)
         kept = {names.STOCK_VIEW, sweep.live.commit.manifest.name, *(f.name for f in manifest.files)}
     loose = [e for e in sweep.listing if _is_file_of_ours(e) and e.name not in kept]
     if not all(sweep.is_old(e) for e in loose):

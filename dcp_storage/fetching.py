@@ -29,12 +29,20 @@ def fetch(store: Store, file: str, offset: int, buffers: Sequence[memoryview], k
         store.read_into(file, offset, buffers)
     except ObjectNotFoundError as error:
         raise CorruptCheckpointError(
-            f"{store.url}: {file} is gone.", path=store.url, file=file, key=key, cause=error
+            f"{store.url}: {file} is gone, of which bytes {offset} to {offset + size} were to be read"
+            f"{'' if key is None else f' for {key!r:.200}'}.",
+            path=store.url,
+            file=file,
+            key=key,
+            offset=offset,
+            wanted=offset + size,
+            cause=error,
         ) from error
     except ObjectTooShortError as error:
         raise CorruptCheckpointError(
             f"{store.url}: {file} is too short: bytes up to {offset + size} were committed, "
-            f"{'it ends before' if error.found is None else f'it has {error.found}'}.",
+            f"{'it ends before' if error.found is None else f'it has {error.found}'}"
+            f"{'' if key is None else f' (key {key!r:.200})'}.",
             path=store.url,
             file=file,
             key=key,

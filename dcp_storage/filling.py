@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,7 @@ class Finish:
         planner: who is told.
         item: what it wanted.
         record: what was saved.
+        file: the name of the file that it is in.
         path: the checkpoint, for errors.
         trusted_globals: what objects may use beyond the safe list.
         steps: how objects are loaded.
@@ -39,6 +41,7 @@ class Finish:
     planner: LoadPlanner
     item: ReadItem
     record: ItemRecord
+    file: str
     path: str
     trusted_globals: Sequence[Any]
     steps: LoadSteps
@@ -46,9 +49,7 @@ class Finish:
 
     def as_object(self, data: torch.Tensor | memoryview) -> None:
         """Loads a Python object by the allow-list and hands it over, serialised anew by us."""
-        key = self.item.dest_index.fqn
-        raw = self._untransformed(data)
-        value = self.steps.load_object(raw, trusted_globals=self.trusted_globals, path=self.path, key=key)
+        value = self._loaded(self._untransformed(data))
         again = io.BytesIO(reserialized(value))  # the planner unpickles what it gets: it gets only what we made
         self._tell(lambda: self.planner.load_bytes(self.item, again), "planner.load_bytes")
 
@@ -67,13 +68,8 @@ class Finish:
                     path=self.path,
                     key=key,
                 )
-            value = self.steps.load_object(raw, trusted_globals=self.trusted_globals, path=self.path, key=key)
-            if not isinstance(value, torch.Tensor):
-                raise CorruptCheckpointError(
-                    f"{self.path}: {key!r} should be a tensor, but a {type(value).__name__} was saved.",
-                    path=self.path,
-                    key=key,
-                )
+            value = self._loaded(raw)
+            self._check_box(value, key)
             target = resolve(self.planner, self.item, self.path, key)
             if target.layout is not torch.strided:
                 raise CheckpointError(
@@ -90,6 +86,39 @@ class Finish:
                     value = value.narrow(dim, first, count)
             fill(target, value, key)
         self._tell(lambda: self.planner.commit_tensor(self.item, target), "planner.commit_tensor")
+
+    def _loaded(self, raw: memoryview) -> Any:
+        return self.steps.load_object(
+            raw,
+            trusted_globals=self.trusted_globals,
+            path=self.path,
+            key=self.item.dest_index.fqn,
+            file=self.file,
+            offset=None if self.record.transforms else self.record.offset,
+        )
+
+    def _check_box(self, value: Any, key: str) -> None:
+        """The item itself says what tensor it is; here that is held against what the metadata says of it."""
+        wanted = " × ".join(map(str, self.item.lengths)) or "one element"
+        ends = [first + count for first, count in zip(self.item.storage_offsets, self.item.lengths, strict=True)]
+        if not isinstance(value, torch.Tensor):
+            found = f"a {type(value).__name__}"
+        elif value.dim() != len(ends) or any(end > size for end, size in zip(ends, value.shape, strict=True)):
+            found = f"a tensor of shape {tuple(value.shape)!s:.100}"
+        elif value.layout is not torch.strided and math.prod(value.shape) * value.element_size() > self.limit:
+            found = f"a sparse tensor of shape {tuple(value.shape)!s:.100}"  # which would be made dense
+        else:
+            return
+        raise CorruptCheckpointError(
+            f"{self.path}: {key!r:.200} in {self.file} at offset {self.record.offset} should be a tensor that holds "
+            f"{wanted}, and is {found}.",
+            path=self.path,
+            key=key,
+            file=self.file,
+            offset=self.record.offset,
+            wanted=wanted,
+            found=found,
+        )
 
     def _untransformed(self, data: torch.Tensor | memoryview) -> memoryview:
         if isinstance(data, torch.Tensor):

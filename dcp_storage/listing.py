@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dcp_storage import names
 from dcp_storage.current import blame, nothing_committed, read_current, read_manifest
-from dcp_storage.errors import CorruptCheckpointError, ObjectNotFoundError
+from dcp_storage.errors import CorruptCheckpointError, ObjectNotFoundError, StoreError
 from dcp_storage.options import LoadOptions
 from dcp_storage.records import BytesEntry, TensorEntry
 from dcp_storage.session import checked_options, guard, open_folder
@@ -71,9 +73,14 @@ def list_keys(
     Raises:
         CheckpointNotFoundError: the folder holds no checkpoint that stands; says what is there.
         CorruptCheckpointError: the manifest is not what was committed.
+        TypeError: ``options`` are no LoadOptions, or ``prefix`` is no string.
         InvalidLocationError: ``path`` cannot name a folder.
         StoreError: the store failed.
     """
+    if not isinstance(options, LoadOptions):
+        raise TypeError(f"options must be LoadOptions, not {type(options).__name__}.")
+    if not isinstance(prefix, str):
+        raise TypeError(f"prefix must be a string, not {prefix!r}.")
     location = parse_location(path)
     with guard("list_keys", location):
         opened = open_folder(location, checked_options(storage_options), options)
@@ -104,11 +111,21 @@ def _manifest(store: Store, options: LoadOptions, *, require_commit: bool) -> Ma
             if found is error:
                 raise
             raise found from error
-    if require_commit or current is not None:
+    if current is not None or (require_commit and not _is_by_rank(store)):
         raise nothing_committed(store, current)
-    from dcp_storage.reading import read_checkpoint  # imports torch, whose own metadata this is
+    from dcp_storage.reading import read_checkpoint  # imports torch, whose own metadata this is, or says what there is
 
-    return read_checkpoint(store, require_commit=False, trusted_globals=options.trusted_globals).manifest
+    return read_checkpoint(store, require_commit=require_commit, trusted_globals=options.trusted_globals).manifest
+
+
+def _is_by_rank(store: Store) -> bool:
+    """Whether single ranks have committed, which leaves no list of the whole."""
+    try:
+        return any(names.rank_commit(entry.name) is not None for entry in store.entries())
+    except StoreError as error:
+        if error.errno != errno.EACCES:
+            raise
+        return False  # without the right to list there is nothing to see
 
 
 def _saved(key: str, entry: TensorEntry | BytesEntry, nbytes: int) -> SavedKey:

@@ -180,7 +180,10 @@ class _Pipeline:
         limit = max(self.part_size, self.budget.total // 4, block)
         for strip in slices(stride, size, wanted.offsets, wanted.lengths, block=block, gap=self.max_gap):
             start, stop = align(strip.start, strip.stop, block, length)
-            self.counters.bytes_needed += size * product(strip.lengths)
+            needed = size * product(strip.lengths)
+            self.counters.bytes_needed += needed
+            if not record.blocks:
+                self.counters.unchecked(needed)
             if direct and strip.run and record.stride is None:
                 box = bytes_of(narrowed(target, strip.at, strip.lengths))
                 head, tail = strip.start - start, stop - strip.stop
@@ -291,8 +294,6 @@ class _Pipeline:
         piece = extent.owner
         job, record = piece.job, piece.job.item.wanted.item
         error = self.check(extent.file, record, piece.start, piece.buffers)
-        if not record.blocks and record.dtype is not None:
-            self.counters.unchecked(extent.stop - extent.start)
         if error is not None:
             # Once more, alone: only what is altered on the store is corrupt, not what was altered on the way.
             self._fetch(extent.file, extent.start, piece.buffers, record)

@@ -8,8 +8,10 @@ refused.
 
 from __future__ import annotations
 
+import itertools
 import zlib
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -25,6 +27,7 @@ from dcp_storage.errors import (
     IncompatibleCheckpointError,
     NotCommittedError,
     ObjectNotFoundError,
+    UntrustedDataError,
 )
 from dcp_storage.records import MAX_COMMIT, Commit, Manifest, ManifestRef, decode_commit, encode_manifest
 from dcp_storage.store import Entry, Store
@@ -32,6 +35,7 @@ from dcp_storage.torchview import stock_pickle
 
 __all__ = ["agree_on_label", "begin_rank", "holds_lone_ranks", "publish_rank", "read_rank"]
 
+_MOST_NAMED = 8  # ranks or labels in one sentence
 _PATIENCE = timedelta(seconds=300)  # for the rank that names the label; torch's own default for its store is the same
 
 
@@ -153,23 +157,32 @@ def read_rank(store: Store, rank: int) -> tuple[Commit, Manifest]:
         CorruptCheckpointError: the ranks are of different saves; or the manifest is not what was committed.
         IncompatibleCheckpointError: the save had fewer ranks than this load.
     """
-    found = {r: read_rank_commit(store, r) for r in _ranks(store.entries())}
+    there = _ranks(store.entries())
+    found = {r: read_rank_commit(store, r) for r in there}
     commits = {r: commit for r, commit in found.items() if commit is not None}
     labels = {commit.label for commit in commits.values()}
     sizes = {commit.world_size for commit in commits.values()}
     if len(labels) > 1 or len(sizes) > 1:
         raise CorruptCheckpointError(
-            f"{store.url}: the ranks' commits are of different saves (labels {', '.join(sorted(map(str, labels)))}).",
+            f"{store.url}: the ranks' commits are of different saves (labels {_listed(map(str, labels))}; of "
+            f"{_listed(map(str, sizes))} ranks).",
             path=store.url,
+            file=_odd_one(commits),
             wanted=1,
-            found=len(labels),
+            found=max(len(labels), len(sizes)),
         )
-    missing = sorted(set(range(max(sizes, default=1))) - set(commits))
+    size = max(sizes, default=1)
+    # Not all numbers up to what a commit says: it may say any.
+    missing = list(itertools.islice((r for r in range(size) if r not in commits), _MOST_NAMED + 1))
     if missing:
+        more = " and others have" if len(missing) > _MOST_NAMED else " has"
+        torn = [names.rank_commit_name(r) for r in missing if r in there]
+        why = f" ({', '.join(torn)} is there, but torn or altered)" if torn else ""
         raise NotCommittedError(
-            f"{store.url}: of the {max(sizes, default=1)} ranks that saved without collectives, rank "
-            f"{', '.join(map(str, missing))} has not committed.",
+            f"{store.url}: of the {size} ranks that saved without collectives, rank "
+            f"{', '.join(map(str, missing[:_MOST_NAMED]))}{more} not committed{why}.",
             path=store.url,
+            key=torn[0] if torn else names.rank_commit_name(missing[0]),
         )
     if rank not in commits:
         raise IncompatibleCheckpointError(
@@ -182,12 +195,26 @@ def read_rank(store: Store, rank: int) -> tuple[Commit, Manifest]:
 
 
 def read_rank_commit(store: Store, rank: int) -> Commit | None:
-    """A rank's commit; None where there is none, or its body fails its check."""
+    """A rank's commit; None where there is none, its body fails its check, or it is a copy of another's."""
     name = names.rank_commit_name(rank)
     try:
-        return decode_commit(store.read(name, limit=MAX_COMMIT), path=store.url, file=name)
-    except (ObjectNotFoundError, CorruptCheckpointError):
+        commit = decode_commit(store.read(name, limit=MAX_COMMIT), path=store.url, file=name)
+    except (ObjectNotFoundError, CorruptCheckpointError, UntrustedDataError):
         return None
+    return commit if commit.rank == rank else None
+
+
+def _listed(said: Iterable[str]) -> str:
+    """Some of what commits say, shortened: it may be long, and there may be many."""
+    found = sorted(said)
+    return ", ".join(f"{text:.40}" for text in found[:_MOST_NAMED]) + (", …" if len(found) > _MOST_NAMED else "")
+
+
+def _odd_one(commits: Mapping[int, Commit]) -> str:
+    """The commit object of the rank that has the fewest with it."""
+    saves = {rank: (commit.label, commit.world_size) for rank, commit in commits.items()}
+    counts = Counter(saves.values())
+    return names.rank_commit_name(min(saves, key=lambda rank: (counts[saves[rank]], -rank)))
 
 
 def _ranks(entries: Iterable[Entry]) -> list[int]:

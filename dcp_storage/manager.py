@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from dcp_storage.errors import CheckpointError, CorruptCheckpointError
 from dcp_storage.manager_calls import RunCalls
-from dcp_storage.manager_pending import PendingSave
+from dcp_storage.manager_pending import FailedSave, PendingSave
 from dcp_storage.manager_run import RunKeeper
 from dcp_storage.manager_schedule import When
 from dcp_storage.manager_watch import Watch
@@ -168,13 +168,15 @@ class CheckpointManager(RunCalls):
             CheckpointError: the save failed, or the one in the background before it did.
         """
         step_name(step)
-        self._background.finish()
+        self._background.settle(self._ranks())
         url = self._told("Looking for a step", lambda: self._keeper.url_for(step))
         begun = self._watch.begin()
         report = DCP.save(state, **self._save_arguments(url, overwrite, planner, differing))
         self._watch.saved(step, begun)
-        if self._ranks().rank == 0:
-            self._keeper.retain(step, report)
+        if not self._keeper.rule.keeps_all:
+            report.warnings += self._told_and_warned("Deleting older steps", lambda: (None, self._keeper.retain(step)))[
+                1
+            ]
         return report
 
     def async_save(
@@ -207,16 +209,19 @@ class CheckpointManager(RunCalls):
             CheckpointError: the save could not begin, or the one before it failed.
         """
         step_name(step)
-        self._background.finish()
+        self._background.settle(self._ranks())
         url = self._told("Looking for a step", lambda: self._keeper.url_for(step))
         begun = self._watch.begin()
-        inner = DCP.async_save(
-            state,
-            async_checkpointer_type=async_checkpointer_type,
-            **self._save_arguments(url, overwrite, planner, differing),
-        )
+        arguments = self._save_arguments(url, overwrite, planner, differing)
+        try:
+            inner = DCP.async_save(state, async_checkpointer_type=async_checkpointer_type, **arguments)
+        except BaseException as error:
+            failed = self._background.begin(PendingSave(step, url, FailedSave(error), None))
+            failed.told = True
+            raise
         self._watch.saved(step, begun)
-        then = functools.partial(self._keeper.retain, step) if self._ranks().rank == 0 else None
+        retains = self._ranks().rank == 0 and not self._keeper.rule.keeps_all
+        then = functools.partial(self._keeper.retain, step) if retains else None
         return self._background.begin(PendingSave(step, url, inner, then))
 
     def should_save(self, step: int) -> bool:
@@ -272,11 +277,15 @@ class CheckpointManager(RunCalls):
             step_name(step)
         self._hear()
         said: list[str] = []
-        damaged: dict[int, CorruptCheckpointError] = {}
+        news: list[str] = []
+        damaged: dict[int, CheckpointError] = {}
+
+        def look() -> tuple[tuple[int, str], list[str]]:
+            found, more = self._keeper.choose(step, fall_back=fall_back, damaged=damaged)
+            return found, [*news, *more]
+
         while True:
-            chosen, url, more = self._told(
-                "Looking for a step", lambda: self._keeper.choose(step, fall_back=fall_back, damaged=damaged)
-            )
+            (chosen, url), more = self._told("Looking for a step", look)
             said += more
             try:
                 report = DCP.load(
@@ -291,18 +300,29 @@ class CheckpointManager(RunCalls):
                     allow_dtype_cast=allow_dtype_cast,
                     keys=keys,
                 )
-            except CorruptCheckpointError as error:
-                if not fall_back:
+                break
+            except CheckpointError as error:
+                if not fall_back or not self._is_damage(error):
                     raise
                 damaged[chosen] = error
-                said.append(f"Step {chosen} is damaged and was passed over: {error}")
-                continue
-            break
+                news = [f"Step {chosen} is damaged and was passed over: {error}"]
         self._loaded = chosen
         self._watch.loaded(chosen)
-        self._warn(said)
+        if said:
+            self._told_and_warned("Warning", lambda: (None, said))
         report.warnings = [*said, *report.warnings]
         return report
+
+    def _is_damage(self, error: CheckpointError) -> bool:
+        """Whether the checkpoint itself is what every rank that failed met; the same answer on all ranks.
+
+        A rank raises what it met itself, so ranks may hold different errors: one that went on to an older step while
+        another gave up would wait for it.
+        """
+        if error.kind == "peer":  # a rank is gone, and would not answer
+            return False
+        met = error.failures.values() or [error]
+        return all(self._ranks().gather(all(isinstance(each, CorruptCheckpointError) for each in met)))
 
     def _save_arguments(
         self, url: str, overwrite: bool, planner: SavePlanner | None, differing: Differing

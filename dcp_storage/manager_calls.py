@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -63,9 +63,7 @@ class RunCalls:
         """
         self._hear()
         under_way = self._background.step
-        step, said = self._told("Looking for the latest step", lambda: self._keeper.latest(under_way))
-        self._warn(said)
-        return step
+        return self._told_and_warned("Looking for the latest step", lambda: self._keeper.latest(under_way))[0]
 
     def path(self, step: int) -> str:
         """The folder of a step, as a path or URL, where it is or would be saved to; one listing."""
@@ -119,15 +117,25 @@ class RunCalls:
         return Ranks.of(self._process_group, self._no_dist)
 
     def _told(self, doing: str, work: Callable[[], T]) -> T:
-        """What the coordinator finds, told to all ranks; what it raises is raised on all."""
+        """What the coordinator finds, told to all ranks; what it raises is raised on all, whatever it is."""
         ranks = self._ranks()
-        return ranks.agree(doing, self.root, lambda: work() if ranks.rank == 0 else None)[0]  # type: ignore[return-value]
+        told = ranks.agree(doing, self.root, lambda: work() if ranks.rank == 0 else None, plain=(UserWarning,))
+        return told[0]  # type: ignore[return-value]
 
-    def _warn(self, said: Sequence[str]) -> None:
-        if self._ranks().rank == 0:
+    def _told_and_warned(self, doing: str, work: Callable[[], tuple[T, list[str]]]) -> tuple[T, list[str]]:
+        """As :meth:`_told`, of a finding and sentences of which the coordinator warns.
+
+        It warns before the others are told: where warnings are errors, this one reaches all ranks.
+        """
+
+        def find() -> tuple[T, list[str]]:
+            found, said = work()
             for sentence in said:
-                warnings.warn(sentence, stacklevel=3)
+                warnings.warn(sentence, stacklevel=7)  # the line that calls the manager
+            return found, said
+
+        return self._told(doing, find)
 
     def _hear(self) -> None:
-        """Raises what went wrong in the background, once that has ended on all ranks."""
+        """Raises what went wrong in the background, once that has ended on all ranks; on all ranks."""
         self._background.hear(self._ranks())

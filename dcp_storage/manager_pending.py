@@ -6,6 +6,7 @@ import atexit
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Protocol
 
@@ -14,7 +15,7 @@ from dcp_storage.options import SaveReport
 from dcp_storage.state_async import at_exit
 from dcp_storage.state_ranks import Ranks
 
-__all__ = ["Background", "PendingSave", "SaveHandle"]
+__all__ = ["Background", "FailedSave", "PendingSave", "SaveHandle"]
 
 
 class _UnderWay:
@@ -54,6 +55,21 @@ class SaveHandle(Protocol):
         """Waits; the report, or raises what went wrong."""
 
 
+class FailedSave:
+    """Stands for a save that could not begin on this rank, so that its next call meets those of the other ranks.
+
+    Args:
+        error: what was raised; the caller has got it.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def result(self, timeout: float | None = None) -> SaveReport | None:
+        """Raises it again."""
+        raise self._error
+
+
 class PendingSave:
     """One save under way. It counts as a step of the run only once it has committed.
 
@@ -61,17 +77,19 @@ class PendingSave:
         step: which step.
         url: its folder.
         inner: the save.
-        then: called with the report once it has committed, in a thread of its own; None for nothing.
+        then: called once it has committed, in a thread of its own; what it says goes into the report's warnings, and
+            is warned of. None for nothing.
 
     Attributes:
         step: which step.
+        url: its folder.
         told: whether its outcome was handed to the caller.
     """
 
-    def __init__(self, step: int, url: str, inner: SaveHandle, then: Callable[[SaveReport], None] | None) -> None:
+    def __init__(self, step: int, url: str, inner: SaveHandle, then: Callable[[], list[str]] | None) -> None:
         self.step = step
+        self.url = url
         self.told = False
-        self._url = url
         self._inner = inner
         self._then = then
         self._report = SaveReport(url)
@@ -111,15 +129,18 @@ class PendingSave:
         try:
             self._report = self._inner.result() or self._report
             if self._then is not None:
-                self._then(self._report)
+                said = self._then()
+                self._report.warnings += said
+                for sentence in said:
+                    warnings.warn(sentence, stacklevel=2)
         except Exception as error:  # noqa: BLE001 - raised in the caller's thread by result()
-            self._error = portable(error, "async_save", path=self._url)
+            self._error = portable(error, "async_save", path=self.url)
         except BaseException as error:  # noqa: BLE001 - likewise, an interrupt as it is
             self._error = error
 
     def _show(self) -> None:
         """At the interpreter's end: an error that nobody has asked for."""
-        if self._error is not None:
+        if self._error is not None and not self.told:
             sys.excepthook(type(self._error), self._error, self._error.__traceback__)
 
 
@@ -140,7 +161,7 @@ class Background:
         return pending
 
     def finish(self) -> None:
-        """Waits for it.
+        """Waits for it, on this rank alone.
 
         Raises:
             CheckpointError: it failed, and its handle has not said so yet.
@@ -149,7 +170,16 @@ class Background:
         if pending is not None and not pending.told:
             pending.wait()
 
+    def settle(self, ranks: Ranks) -> None:
+        """Waits for it, on all ranks together: what one of them met is raised on all, also what the others did not.
+
+        Raises:
+            CheckpointError: it failed on some rank, whose handle has not said so yet.
+        """
+        if self._pending is not None:
+            ranks.agree("Saving in the background", self._pending.url, self.finish)
+
     def hear(self, ranks: Ranks) -> None:
         """The same, but only where it has ended on all ranks."""
         if self._pending is not None and all(ranks.gather(self._pending.done)):
-            self.finish()
+            self.settle(ranks)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-import warnings
 from collections.abc import Callable, Mapping
 
 from dcp_storage import names
-from dcp_storage.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
-from dcp_storage.options import Problem, SaveReport
+from dcp_storage.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, portable
+from dcp_storage.options import Problem
 from dcp_storage.store import Store
 from dcp_storage.tools.delete import is_whole
 from dcp_storage.tools.describe import COMMITTED, NOTHING, VOID
@@ -66,8 +65,8 @@ class RunKeeper:
         return self.folder.child(Run(self.folder).name_for(step)).location.url
 
     def choose(
-        self, step: int | None, *, fall_back: bool, damaged: Mapping[int, CorruptCheckpointError]
-    ) -> tuple[int, str, list[str]]:
+        self, step: int | None, *, fall_back: bool, damaged: Mapping[int, CheckpointError]
+    ) -> tuple[tuple[int, str], list[str]]:
         """The step to load, its folder, and what is to be said of newer ones.
 
         Args:
@@ -86,7 +85,7 @@ class RunKeeper:
             found = self._next(run, step, wrong, said)
             error = is_whole(run, found) if fall_back else None
             if error is None:
-                return found.step, found.url, said
+                return (found.step, found.url), said
             said.append(f"Step {found.step} is damaged and was passed over: {error}")
             wrong[found.step] = error
 
@@ -120,22 +119,21 @@ class RunKeeper:
         rule = dataclasses.replace(self.rule, keep=keep)
         return prune_at(self.folder, rule, grace=self.grace, apply=apply, assume_single_writer=self.word)
 
-    def retain(self, step: int, report: SaveReport) -> None:
-        """After a save: deletes the steps that need not be kept. What goes wrong is a warning: the new step stands.
+    def retain(self, step: int) -> list[str]:
+        """After a save: deletes the steps that need not be kept. What goes wrong is said: the new step stands.
 
-        The step that was saved stays also where newer ones are there, as after going back to an older one.
+        The step that was saved stays also where newer ones are there.
+
+        Returns:
+            A sentence for each step that could not be deleted, or is damaged.
         """
-        if self.rule.keeps_all:
-            return
         try:
             with self._lock:
                 problems = self._retain(dataclasses.replace(self.rule, keep=frozenset({step})))
-        except CheckpointError as error:
-            problems = [Problem(error.kind, advice=str(error))]
-        for problem in problems:
-            sentence = f"An older step could not be deleted, or is damaged: {problem.advice}"
-            report.warnings.append(sentence)
-            warnings.warn(sentence, stacklevel=2)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the save is committed and the caller is told
+            known = portable(error, "Deleting older steps", path=self.folder.location.url)
+            problems = [Problem(known.kind, advice=str(known))]
+        return [f"An older step could not be deleted, or is damaged: {problem.advice}" for problem in problems]
 
     def _retain(self, rule: Rule) -> list[Problem]:
         run = Run(self.folder)

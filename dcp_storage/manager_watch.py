@@ -55,8 +55,11 @@ class Watch:
         by_steps = self._schedule.due_by_steps(step)
         if self.alone:
             return by_steps
-        by_time = self._schedule.due_by_time(step, saving=saving)
-        told = ranks.gather((by_time, self._signal is not None and self._signal.seen))
+        told = ranks.agree(
+            "Asking whether to save",
+            None,
+            lambda: (self._schedule.due_by_time(step, saving=saving), self._signal is not None and self._signal.seen),
+        )
         self.preempted = self.preempted or any(seen for _, seen in told)
         return by_steps or told[0][0] or (self.preempted and not self._answered)
 

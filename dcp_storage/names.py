@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import secrets
 import string
+from collections.abc import Iterable
 
 from dcp_storage.errors import UntrustedDataError
 
@@ -19,6 +20,7 @@ __all__ = [
     "STOCK_VIEW",
     "blocks_claim",
     "check_name",
+    "check_names",
     "commit_name",
     "commit_number",
     "is_name",
@@ -39,9 +41,11 @@ STOCK_VIEW = ".metadata"
 PIN = ".pin"  # keeps a checkpoint from being deleted; not ours to delete
 
 _TOKEN = r"[a-z][a-z0-9]{15}"
-# Up to two tokens behind a name: an attempt's own one, and that of a local temporary file of it.
+# Up to two tokens behind a name: an attempt's own one, and that of a local temporary file of it. The temporary files of
+# a numbered commit and of a pin are ours although what they become is not, by this pattern.
 _OURS = re.compile(
-    rf"(?:\.claim|\.commit|\.manifest|\.metadata|__[0-9]+\.(?:commit|manifest|metadata)|__[0-9]+_[0-9]+(?:\.{_TOKEN})?\.distcp)"
+    r"(?:\.claim|\.commit(?:\.[1-9][0-9]{0,17}(?=\.))?|\.pin(?=\.)|\.manifest|\.metadata"
+    rf"|__[0-9]+\.(?:commit|manifest|metadata)|__[0-9]+_[0-9]+(?:\.{_TOKEN})?\.distcp)"
     rf"(?:\.{_TOKEN}){{0,2}}"
 )
 _COMMIT = re.compile(r"\.commit(?:\.([1-9][0-9]{0,17}))?")
@@ -55,24 +59,44 @@ def check_name(name: str) -> str:
     r"""Returns ``name`` if it is one plain path component, so that it cannot leave the folder.
 
     Raises:
-        UntrustedDataError: it is empty, ``"."``, ``".."``, longer than 255 bytes, or holds ``/``, ``\\`` or a control
-            character.
+        UntrustedDataError: it is empty, ``"."``, ``".."``, longer than 255 bytes, holds ``/``, ``\\`` or a control
+            character, or no filesystem can have it.
     """
     if not is_name(name):
-        raise UntrustedDataError(f"The name {name!r} is refused: it could leave the checkpoint's folder.", name=name)
+        raise UntrustedDataError(
+            f"The name {name!r:.300} is refused: it could leave the checkpoint's folder.", name=name
+        )
     return name
+
+
+def check_names(names: Iterable[str], *, path: str | None) -> None:
+    """Checks names that data from a store gives.
+
+    Args:
+        names: of files.
+        path: the checkpoint, for errors.
+
+    Raises:
+        UntrustedDataError: as :func:`check_name`, of the first that is refused.
+    """
+    for name in names:
+        try:
+            check_name(name)
+        except UntrustedDataError as error:
+            error.path = path
+            raise
 
 
 def is_name(name: str) -> bool:
     """Whether :func:`check_name` takes ``name``."""
-    return not (
-        not name
-        or name in (".", "..")
-        or "/" in name
-        or "\\" in name
-        or any(ord(c) < 32 or ord(c) == 127 for c in name)
-        or len(name.encode("utf-8", "surrogatepass")) > 255
-    )
+    if not name or name in (".", "..") or "/" in name or "\\" in name:
+        return False
+    if any(ord(c) < 32 or 127 <= ord(c) < 160 for c in name):  # both rows of control characters
+        return False
+    try:
+        return len(name.encode("utf-8", "surrogateescape")) <= 255  # as the system's own names come from a listing
+    except UnicodeEncodeError:
+        return False
 
 
 def new_token() -> str:

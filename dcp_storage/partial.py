@@ -68,13 +68,18 @@ def load_keys(
 
     Raises:
         IncompatibleCheckpointError: a key is not there, or has fewer dimensions than slices.
-        TypeError: ``keys`` or ``slices`` are of the wrong type.
+        TypeError: ``keys``, ``prefix`` or ``slices`` are of the wrong type.
         ValueError: a slice has a step, or the options ask for sharing.
         CheckpointError: whatever else a load raises.
     """
     if isinstance(keys, str):
         raise TypeError('keys is a collection, e.g. ["model.weight"], not a single string.')
+    if slices is not None and not isinstance(slices, Mapping):
+        raise TypeError(f"slices is a mapping of keys to slices, not a {type(slices).__name__}.")
     wanted = {key: _checked(key, parts) for key, parts in (slices or {}).items()}
+    for name in (*(keys or ()), *wanted, *(() if prefix is None else (prefix,))):
+        if not isinstance(name, str):
+            raise TypeError(f"Keys and prefixes are strings, not {name!r}.")
     if options.share_reads:
         raise ValueError("share_reads needs several ranks; load_keys is for one process.")
     reader = FsspecStorageReader(path, storage_options=storage_options, require_commit=require_commit, options=options)
@@ -97,10 +102,13 @@ def load_keys(
     out = LoadedState(planner.values)
     if reader.report is not None:
         out.report = reader.report
+        out.report.loaded = sorted(out)  # also what has no elements, for which nothing was read
     return out
 
 
 def _checked(key: str, parts: Sequence[slice]) -> tuple[slice, ...]:
+    if not isinstance(parts, (slice, Sequence)):
+        raise TypeError(f"The slices of {key!r} must be slices, not {parts!r}.")
     parts = (parts,) if isinstance(parts, slice) else tuple(parts)
     for part in parts:
         if not isinstance(part, slice):
@@ -149,7 +157,8 @@ class _Part(LoadPlanner):
                 torch.Size([max(last - first, 0) for first, last in bounds]),
             )
             dtype = entry.properties.dtype
-            self.values[key] = torch.empty(box.sizes, dtype=torch.float32 if dtype in _QUANTIZED else dtype)
+            made_as = torch.float32 if dtype in _QUANTIZED else dtype
+            self.values[key] = torch.empty(box.sizes, dtype=made_as, device="cpu")
             if 0 not in box.sizes:
                 self._items += _items(key, entry, box)
 

@@ -29,6 +29,7 @@ from dcp_storage.pickles_safe import Allowed
 from dcp_storage.pickles_tensors import StorageType
 from dcp_storage.reading import Checkpoint
 from dcp_storage.records import ItemRecord, TensorEntry
+from dcp_storage.shapes import LARGEST, elements
 from dcp_storage.store import Store
 
 __all__ = ["WORTH", "look_inside", "peek"]
@@ -196,6 +197,8 @@ def _look(head: bytes, tail: bytes, item: ItemRecord) -> tuple[int, _Tensor] | N
 
 
 def _start(head: bytes, entry: zipfile.ZipInfo) -> int:
+    if entry.header_offset < 0:  # zipfile takes off what it believes to be in front of the archive
+        raise _Hole
     signature, name, extra = _LOCAL.unpack(head[entry.header_offset : entry.header_offset + _LOCAL.size])
     if signature != b"PK\x03\x04":
         raise _Hole
@@ -226,10 +229,12 @@ def _tensor_v3(
     storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, dtype: Any, metadata: Any = None
 ) -> _Tensor:
     counts = (offset, *size, *stride)
-    if type(storage) is not _Storage or metadata is not None or any(type(n) is not int or n < 0 for n in counts):
+    if type(storage) is not _Storage or metadata is not None or type(dtype) is not torch.dtype:
         raise ValueError("not a plain tensor")
+    if any(type(n) is not int or not 0 <= n <= LARGEST for n in counts) or elements(size) is None:
+        raise ValueError("not the place of a tensor")  # before anything is multiplied
     size, stride, dense = tuple(size), tuple(stride), contiguous_stride(tuple(size))
-    if any(n > 1 and a != b for n, a, b in zip(size, stride, dense, strict=True)) or type(dtype) is not torch.dtype:
+    if any(n > 1 and a != b for n, a, b in zip(size, stride, dense, strict=True)):
         raise ValueError("not a contiguous tensor")
     return _Tensor(storage, dtype, offset, size, stride)
 

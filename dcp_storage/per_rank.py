@@ -18,6 +18,8 @@ WORLD_KEY = f"{PREFIX}.world_size"
 """Key of a tensor with one element for each rank that saved, so that its size, which is known before anything is read,
 tells their number; there only where something was kept for every rank."""
 
+_DIGITS = 9  # of a rank: the name may come from anybody
+
 
 def own_key(rank: int, key: str) -> str:
     """The name on the store of what ``rank`` keeps under ``key``."""
@@ -28,7 +30,7 @@ def split_own(key: str) -> tuple[int, str] | None:
     """Rank and key of a name on the store; None for one that is not of :func:`own_key`."""
     prefix, _, rest = key.partition(".")
     rank, dot, own = rest.partition(".")
-    if prefix != PREFIX or not dot or not (rank.isascii() and rank.isdigit()):
+    if prefix != PREFIX or not dot or not (rank.isascii() and rank.isdigit() and len(rank) <= _DIGITS):
         return None
     return int(rank), own
 

@@ -96,6 +96,8 @@ def load_object(
     limit: int = MEMORY_LIMIT,
     path: str | None = None,
     key: str | None = None,
+    file: str | None = None,
+    offset: int | None = None,
 ) -> Any:
     """The object of an object entry, from the bytes that ``torch.save`` wrote; its tensors are on the CPU.
 
@@ -106,26 +108,30 @@ def load_object(
             never more than ``data``, come on top.
         path: the checkpoint, for errors.
         key: the state-dict key, for errors.
+        file: the file it is in, for errors.
+        offset: its first byte there, for errors.
 
     Raises:
         UntrustedDataError: it asks for a global that is not allowed, or for more memory.
         CorruptCheckpointError: it is nothing that ``torch.save`` wrote, or damaged.
         IncompatibleCheckpointError: what it needs cannot be imported here.
     """
-    found = records(bytes(data), path=path, key=key)
+    where: dict[str, Any] = {"path": path, "key": key, "file": file}
+    found = records(bytes(data), offset=offset, **where)
     if "data.pkl" not in found:
-        raise CorruptCheckpointError("An object entry is damaged: it has no data.pkl.", path=path, key=key)
-    order = bytes(found.get("byteorder", b"little"))
+        raise CorruptCheckpointError("An object entry is damaged: it has no data.pkl.", offset=offset, **where)
+    order = bytes(found["byteorder"].content) if "byteorder" in found else b"little"
     if order not in (b"little", b"big"):
-        raise CorruptCheckpointError("An object entry is damaged: it names no byte order.", path=path, key=key)
+        raise CorruptCheckpointError("An object entry is damaged: it names no byte order.", offset=offset, **where)
     swap = order != sys.byteorder.encode()
+    pickled = found["data.pkl"]
     machine = Machine(
-        bytes(found["data.pkl"]),
+        bytes(pickled.content),
         Allowed(trusted_globals).find,
         limit=limit,
-        path=path,
-        key=key,
-        persistent=_storages(found, swap=swap),
+        base=(offset or 0) + pickled.start,
+        persistent=_storages({name: record.content for name, record in found.items()}, swap=swap),
+        **where,
     )
     return machine.run()
 
@@ -161,7 +167,7 @@ def _storages(found: Mapping[str, memoryview], *, swap: bool) -> Callable[[Any],
         storage: Any = loaded.get(key)
         if storage is None:
             content = found[f"data/{key}"]
-            raw = torch.empty(len(content), dtype=torch.uint8)
+            raw = torch.empty(len(content), dtype=torch.uint8, device="cpu")
             if len(content):
                 raw.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
             storage = raw.untyped_storage()

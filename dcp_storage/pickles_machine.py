@@ -82,6 +82,7 @@ class Machine(Stack):
         file: name of the file, for errors.
         path: the checkpoint, for errors.
         key: the state-dict key, for errors.
+        base: where the pickle begins in the file, for errors.
         persistent: what a persistent id stands for; None: there are none.
     """
 
@@ -94,9 +95,10 @@ class Machine(Stack):
         file: str | None = None,
         path: str | None = None,
         key: str | None = None,
+        base: int = 0,
         persistent: Callable[[Any], Any] | None = None,
     ) -> None:
-        super().__init__(data, limit=limit, file=file, path=path, key=key)
+        super().__init__(data, limit=limit, file=file, path=path, key=key, base=base)
         self._find = find
         self._persistent = persistent
         self._names: dict[str, Rule] = {}
@@ -115,7 +117,8 @@ class Machine(Stack):
         except CheckpointError:
             raise
         except Exception as error:  # constructors run here, trusted ones too: whatever they raise, the data is bad
-            raise self._corrupt(f"{type(error).__name__}: {error}"[:300], error) from error
+            said = " ".join(f"{type(error).__name__}: {error}"[:300].split())  # torch's have several lines
+            raise self._corrupt(said, error) from error
 
     def _run(self) -> Any:
         data, end, ops = self._data, len(self._data), _OPS

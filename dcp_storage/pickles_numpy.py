@@ -9,7 +9,6 @@ numpy is imported when data asks for it, not before.
 from __future__ import annotations
 
 import importlib
-import math
 import re
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ from typing import Any, Final
 
 from dcp_storage.errors import IncompatibleCheckpointError
 from dcp_storage.pickles_machine import NotAllowedError, Rule
+from dcp_storage.shapes import elements
 
 __all__ = ["NUMPY_RULES"]
 
@@ -41,6 +41,13 @@ def _counts(values: Any) -> tuple[int, ...]:
     if type(values) is not tuple or any(type(v) is not int or v < 0 for v in values):
         raise NotAllowedError("a shape is not a tuple of counts")
     return values
+
+
+def _product(shape: Any) -> int:
+    count = elements(_counts(shape))
+    if count is None:
+        raise NotAllowedError("a shape without bounds")
+    return count
 
 
 def _dtype(code: Any, align: Any = False, copy: Any = True) -> Any:
@@ -83,11 +90,14 @@ def _wanted(dtype: Any, state: tuple[Any, ...]) -> Any:
             raise NotAllowedError("not the base of a sub-array")
         return numpy.dtype((_plain(base[0]), _counts(base[1])))
     if names is not None:
-        if type(names) is not tuple or type(fields) is not dict or not set(names) <= set(fields):
+        # Only strings may be hashed: a tuple can be made whose hash never ends.
+        if type(names) is not tuple or type(fields) is not dict or any(type(name) is not str for name in names):
             raise NotAllowedError("names without fields")
-        described = [fields[name] for name in names]
+        described: list[Any] = [fields.get(name) for name in names]
         if any(type(field) is not tuple or len(field) not in (2, 3) for field in described):
             raise NotAllowedError("not a field")
+        if any(type(title) is not str for _, _, *titles in described for title in titles):
+            raise NotAllowedError("not a title")
         record = {"names": list(names), "formats": [_plain(f[0]) for f in described], "itemsize": size}
         record["offsets"] = [f[1] for f in described]
         if any(len(f) == 3 for f in described):
@@ -113,7 +123,7 @@ def _build_array(array: Any, state: Any) -> None:
     if type(state) is not tuple or len(state) != 5:
         raise NotAllowedError("not the state of an array")
     _version, shape, dtype, fortran, content = state
-    count = math.prod(_counts(shape))
+    count = _product(shape)
     if type(content) is list and isinstance(dtype, _numpy().dtype) and dtype.kind == "O":
         # CPython frees these by recursion in C, so they must not be chained.
         if any(isinstance(item, (deque, defaultdict)) or _holds_objects(item) for item in content):
@@ -143,7 +153,7 @@ def _scalar(dtype: Any, content: Any) -> Any:
 def _frombuffer(content: Any, dtype: Any, shape: Any, order: Any, axes: Any = None) -> Any:
     if type(content) not in (bytes, bytearray) or order not in ("C", "F", "K"):
         raise NotAllowedError("not the buffer of an array")
-    if len(content) != math.prod(_counts(shape)) * _plain(dtype).itemsize:
+    if len(content) != _product(shape) * _plain(dtype).itemsize:
         raise ValueError("the buffer of an array has not its size")
     numpy = _numpy()
     array = numpy.frombuffer(bytearray(content), dtype=dtype)  # a copy: writable, and nobody else's

@@ -37,6 +37,9 @@ _METADATA: Final = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM: Final = "torch.distributed.checkpoint.filesystem"
 _NUMBERS: Final = (int, float)
 _LATIN: Final = ("latin1", "latin-1")
+_RANGE_BITS: Final = 1024
+_FRACTION_BITS: Final = 1 << 16
+_DECIMAL_CHARACTERS: Final = 10_000
 
 
 def _only(kinds: type | tuple[type, ...], *values: Any) -> None:
@@ -76,8 +79,15 @@ def _complex(real: Any, imaginary: Any) -> complex:
     return complex(real, imaginary)
 
 
+def _short(most: int, *values: Any) -> None:
+    """Ints, none of them so long that dividing them takes time: that grows with the square of their length."""
+    _only(int, *values)
+    if any(value.bit_length() > most for value in values):
+        raise NotAllowedError(f"an int of more than {most} bits")
+
+
 def _range(start: Any, stop: Any, step: Any) -> range:
-    _only(int, start, stop, step)
+    _short(_RANGE_BITS, start, stop, step)
     return range(start, stop, step)
 
 
@@ -114,12 +124,14 @@ def _fraction(numerator: Any, denominator: Any = 1) -> fractions.Fraction:
     if type(numerator) is str:  # Python before 3.12 writes it as text; Fraction would also take "1e1000000000"
         head, _, tail = numerator.partition("/")
         numerator, denominator = int(head), int(tail or "1")  # which end at the digits that Python converts
-    _only(int, numerator, denominator)
+    _short(_FRACTION_BITS, numerator, denominator)
     return fractions.Fraction(numerator, denominator)
 
 
 def _decimal(text: Any) -> decimal.Decimal:
     _only(str, text)
+    if len(text) > _DECIMAL_CHARACTERS:  # its hash is taken anew wherever it is a key
+        raise NotAllowedError(f"a number of more than {_DECIMAL_CHARACTERS} characters")
     return decimal.Decimal(text)
 
 
@@ -168,7 +180,8 @@ def _build_attributes(known: frozenset[str], target: Any, state: Any) -> None:
     for name in state:
         # Pickling, copying and hashing look methods up on the instance first: data must not put itself in between.
         if name not in known and (type(name) is not str or name.startswith("__") or hasattr(type(target), name)):
-            raise NotAllowedError(f"an attribute {name!r}")
+            # Never the text of any other value: that of a tuple which holds itself twice, and so on, has no end.
+            raise NotAllowedError(f"an attribute {name!r:.100}" if type(name) is str else "an attribute without a name")
     target.__dict__.update({sys.intern(name): value for name, value in state.items()})
 
 

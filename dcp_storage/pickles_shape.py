@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dcp_storage.errors import CorruptCheckpointError, UntrustedDataError
+from dcp_storage.shapes import LARGEST, elements, is_inside
 from dcp_storage.store import check_name
 
 if TYPE_CHECKING:
@@ -45,17 +46,17 @@ def checked_metadata(value: Any, *, file: str, path: str | None = None) -> Metad
         raise wrong("its entries or their places are not a dict")
     for key, entry in entries.items():
         if type(key) is not str:
-            raise wrong(f"the key {key!r} is not a string")
+            raise wrong(f"a key is a {type(key).__name__}, not a string")  # whose text may have no end
         if type(entry) is metadata.TensorStorageMetadata:
             if (flaw := _tensor_flaw(entry, metadata)) is not None:
-                raise wrong(f"of {key!r}, {flaw}", key)
+                raise wrong(f"of {key!r:.200}, {flaw}", key)
         elif type(entry) is not metadata.BytesStorageMetadata:
-            raise wrong(f"{key!r} is a {type(entry).__name__}", key)
+            raise wrong(f"{key!r:.200} is a {type(entry).__name__}", key)
     for index, place in places.items():
         if type(index) is not metadata.MetadataIndex or type(place) is not filesystem._StorageInfo:
             raise wrong(f"it places a {type(index).__name__} by a {type(place).__name__}")
-        if (flaw := _place_flaw(place)) is not None:
-            raise wrong(f"of the place of {index.fqn!r}, {flaw}", index.fqn)
+        if (flaw := _place_flaw(index, place)) is not None:
+            raise wrong(f"of the place of {index.fqn!r:.200}, {flaw}", index.fqn)
         try:
             check_name(place.relative_path)
         except UntrustedDataError as error:
@@ -72,7 +73,7 @@ def _field(target: Any, name: str) -> Any:
 
 
 def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
+    return type(value) is int and 0 <= value <= LARGEST
 
 
 def _are_counts(value: Any) -> bool:
@@ -83,8 +84,8 @@ def _tensor_flaw(entry: Any, metadata: Any) -> str | None:
     size, chunks, properties = _field(entry, "size"), _field(entry, "chunks"), _field(entry, "properties")
     if type(properties) is not metadata.TensorProperties or type(_field(properties, "dtype")) is not torch.dtype:
         return "the properties are not a tensor's"
-    if not _are_counts(size):
-        return "the size is not a tuple of counts"
+    if not _are_counts(size) or elements(size) is None:
+        return "the size is not a tuple of counts, or of more elements or dimensions than there can be"
     if type(chunks) is not list:
         return "the chunks are not a list"
     for chunk in chunks:
@@ -95,14 +96,16 @@ def _tensor_flaw(entry: Any, metadata: Any) -> str | None:
             return "a chunk has no offsets or sizes"
         if len(offsets) != len(size) or len(sizes) != len(size):
             return "a chunk has another number of dimensions"
-        if any(start + length > whole for start, length, whole in zip(offsets, sizes, size, strict=True)):
+        if not is_inside(offsets, sizes, size):
             return f"a chunk of {tuple(sizes)} at {tuple(offsets)} lies outside of {tuple(size)}"
     return None
 
 
-def _place_flaw(place: Any) -> str | None:
-    descriptors = _field(place, "transform_descriptors")
+def _place_flaw(index: Any, place: Any) -> str | None:
+    descriptors, number = _field(place, "transform_descriptors"), _field(index, "index")
     return _first_flaw(
+        (index.offset is None or _are_counts(index.offset), "the chunk's offsets are negative or too large"),
+        (number is None or _is_count(number), "the chunk's number is no count"),
         (type(_field(place, "relative_path")) is str, "the file's name is not a string"),
         (_is_count(_field(place, "offset")) and _is_count(_field(place, "length")), "offset or length is no count"),
         (descriptors is None or _are_strings(descriptors), "the transforms are not strings"),

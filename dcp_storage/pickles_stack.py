@@ -33,12 +33,16 @@ class Stack:
         file: name of the file, for errors.
         path: the checkpoint, for errors.
         key: the state-dict key, for errors.
+        base: where the pickle begins in the file, for errors.
     """
 
-    def __init__(self, data: bytes, *, limit: int, file: str | None, path: str | None, key: str | None) -> None:
+    def __init__(
+        self, data: bytes, *, limit: int, file: str | None, path: str | None, key: str | None, base: int = 0
+    ) -> None:
         self._data = data
         self._limit = self._room = limit
         self._file, self._path, self._about = file, path, key
+        self._base = base
         self._at = 0
         self._protocol = 0
         self._stack: list[Any] = []
@@ -50,10 +54,12 @@ class Stack:
         self._visits = 4096 + 64 * len(data)
 
     def _corrupt(self, what: str, cause: BaseException | None = None) -> CorruptCheckpointError:
+        at = self._base + self._at
+        about = f" (key {self._about!r:.200})" if self._about is not None else ""
         return CorruptCheckpointError(
-            f"The pickle in {self._file or 'an object entry'} is damaged at byte {self._at}: {what}.",
+            f"The pickle in {self._file or 'an object entry'}{about} is damaged at byte {at}: {what}.",
             file=self._file,
-            offset=self._at,
+            offset=at,
             path=self._path,
             key=self._about,
             cause=cause,

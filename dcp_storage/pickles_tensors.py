@@ -6,7 +6,6 @@ list of the whole process. The stand-ins here check first, and then use torch's 
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,10 +17,10 @@ import torch
 
 from dcp_storage.errors import IncompatibleCheckpointError
 from dcp_storage.pickles_machine import NotAllowedError, Rule
+from dcp_storage.shapes import LARGEST, MOST_DIMENSIONS, elements
 
 __all__ = ["TORCH_RULES", "StorageType"]
 
-_LARGEST: Final = 2**62
 _STORAGES: Final = {  # the names that torch.save still writes; newer dtypes come as UntypedStorage
     "BFloat16": torch.bfloat16,
     "Bool": torch.bool,
@@ -52,9 +51,16 @@ class StorageType:
 
 
 def _counts(values: Any) -> tuple[int, ...]:
-    if not isinstance(values, tuple) or any(type(v) is not int or not 0 <= v < _LARGEST for v in values):
+    if not isinstance(values, tuple) or any(type(v) is not int or not 0 <= v < LARGEST for v in values):
         raise NotAllowedError("not a tuple of counts")
     return values
+
+
+def _product(size: tuple[int, ...]) -> int:
+    count = elements(size)
+    if count is None:
+        raise NotAllowedError("a size without bounds")
+    return count
 
 
 def _storage(storage: Any) -> tuple[torch.UntypedStorage, torch.dtype]:
@@ -72,9 +78,8 @@ def _fits(storage: torch.UntypedStorage, dtype: torch.dtype, offset: Any, size: 
     _counts((offset, *_counts(size), *_counts(stride)))
     if len(size) != len(stride):
         raise NotAllowedError("a size and its strides differ in length")
-    if math.prod(size) >= _LARGEST:
-        raise NotAllowedError("a size without bounds")
-    last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1 if math.prod(size) else offset
+    span = sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1
+    last = offset + span if _product(size) else offset
     if last * dtype.itemsize > storage.nbytes():
         raise ValueError(f"a tensor needs {last * dtype.itemsize} bytes of a storage of {storage.nbytes()}")
 
@@ -82,7 +87,7 @@ def _fits(storage: torch.UntypedStorage, dtype: torch.dtype, offset: Any, size: 
 def _strided(storage: torch.UntypedStorage, dtype: torch.dtype, offset: Any, size: Any, stride: Any) -> torch.Tensor:
     # Tensor.set_ makes a storage larger when the tensor does not fit, so that has to be known before.
     _fits(storage, dtype, offset, size, stride)
-    return torch.empty(0, dtype=dtype).set_(storage, offset, size, stride)
+    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, size, stride)
 
 
 def _dressed(tensor: torch.Tensor, requires_grad: Any, hooks: Any, metadata: Any) -> torch.Tensor:
@@ -127,7 +132,7 @@ def _quantized(
     _fits(untyped, dtype, offset, size, stride)
     if type(params) is not tuple or len(params) < 3:
         raise NotAllowedError("not a way to quantize")
-    if math.prod(size) * dtype.itemsize > untyped.nbytes():
+    if _product(size) * dtype.itemsize > untyped.nbytes():
         raise NotAllowedError("a quantized tensor larger than its storage")  # torch allocates its whole size first
     scheme, scale, zero, *axis = params
     if scheme is torch.per_tensor_affine and not axis and type(scale) is float and type(zero) is int:
@@ -154,13 +159,13 @@ def _sparse(layout: Any, parts: Any) -> torch.Tensor:
     if layout == torch.sparse_coo:
         indices, values, size, *coalesced = parts
         tensors, flag = (indices, values), coalesced[0] if coalesced else None
-        if flag not in (None, False, True):
+        if flag is not None and type(flag) is not bool:
             raise NotAllowedError("not the parts of a sparse tensor")
     else:
         *tensors, size = parts  # type: ignore[assignment]
     if any(type(t) is not torch.Tensor for t in tensors):
         raise NotAllowedError("not the parts of a sparse tensor")
-    _counts(size)
+    _product(_counts(size))
     if layout == torch.sparse_coo:
         return torch.sparse_coo_tensor(*tensors, size, is_coalesced=flag, check_invariants=True)
     return torch.sparse_compressed_tensor(*tensors, size, layout=layout, check_invariants=True)
@@ -174,7 +179,8 @@ def _parameter(data: Any, requires_grad: Any, hooks: Any) -> torch.nn.Parameter:
 
 
 def _size(values: Any = ()) -> torch.Size:
-    if not isinstance(values, tuple) or any(type(v) is not int for v in values):
+    # Its hash is taken anew each time, also inside the keys of a dict, so that it must not be of any length.
+    if not isinstance(values, tuple) or len(values) > MOST_DIMENSIONS or any(type(v) is not int for v in values):
         raise NotAllowedError("not a tuple of ints")
     return torch.Size(values)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -18,23 +19,19 @@ from torch.futures import Future
 
 from dcp_storage import load
 from dcp_storage.budget import Budget
-from dcp_storage.current import blame, read_current
-from dcp_storage.errors import (
-    CheckpointError,
-    CheckpointReplacedError,
-    CorruptCheckpointError,
-    InvalidLocationError,
-)
+from dcp_storage.current import blame
+from dcp_storage.errors import CheckpointError, CorruptCheckpointError, InvalidLocationError
 from dcp_storage.exchange import Limits, Sharing
-from dcp_storage.exchange_metadata import Heard, read_together
+from dcp_storage.exchange_metadata import read_together
 from dcp_storage.exchange_rounds import Meeting, agree, check_group, meet, named
 from dcp_storage.filling import Finish, resolve
 from dcp_storage.options import KIB, LoadOptions, LoadReport
 from dcp_storage.peeking import look_inside
 from dcp_storage.plan_slices import gap_of
-from dcp_storage.reader_load import Load, Unreadable
+from dcp_storage.reader_load import Load, Unreadable, look_again
 from dcp_storage.reader_plans import Answer, Offer, Seen, answered, box_of, files_of, ranges_of
 from dcp_storage.reading import RANK_BY_RANK, Checkpoint, LoadSteps, read_checkpoint, read_rank_checkpoint
+from dcp_storage.scattering import extents
 from dcp_storage.session import Opened, OpenStore, Pointer, checked_options, guard, open_folder, phase
 from dcp_storage.stores.location import is_supported
 from dcp_storage.telling import tell_load
@@ -157,6 +154,7 @@ class FsspecStorageReader(StorageReader):
             location = self._pointer.get("reader")
         except InvalidLocationError as error:
             self._own.load = Load(None, LoadReport(""), error=error)
+            self._excuse(error, kwargs.get("rank"))
             return Unreadable(error)
         current = Load(location, LoadReport(location.url))
         self._own.load = current
@@ -177,6 +175,8 @@ class FsspecStorageReader(StorageReader):
         except CheckpointError as error:
             if error.kind == RANK_BY_RANK and "rank" not in kwargs:
                 raise  # so that torch calls again, with the rank
+            if current.opened is None:
+                self._excuse(error, kwargs.get("rank"))
             current.error = self._failure = error
             return Unreadable(error)
 
@@ -198,7 +198,7 @@ class FsspecStorageReader(StorageReader):
                 files = set()
             offer = None
             if self._shares(current.meeting):
-                ranges = ranges_of(plan.items, current.record_of, self._gap(current))
+                current.offered = ranges = ranges_of(plan.items, current.record_of, self._gap(current))
                 offer = Offer(current.meeting.token, current.meeting.rank, current.meeting.size, ranges)
             seen = Seen(checkpoint.number, checkpoint.identity, tuple(sorted(files)), offer)
             return dataclasses.replace(plan, storage_data=seen)
@@ -230,14 +230,14 @@ class FsspecStorageReader(StorageReader):
                         raise
                     raise found from error
                 if not isinstance(plan.storage_data, (Seen, Answer)):
-                    self._look_again(opened, checkpoint)
+                    look_again(opened.store, checkpoint)
         except CheckpointError as error:
             self._failure = error
             raise
         counters = current.counters
         report.loaded = sorted({item.dest_index.fqn for item in plan.items})
         report.bytes_needed = counters.bytes_needed
-        report.bytes_read = counters.bytes_read
+        report.bytes_read = opened.counting.bytes_read
         report.bytes_received = counters.bytes_received
         report.bytes_unchecked = counters.bytes_unchecked
         if counters.bytes_unchecked:
@@ -262,13 +262,19 @@ class FsspecStorageReader(StorageReader):
             raise CheckpointError("No load is under way in this thread: read_metadata comes first.", kind="protocol")
         return current  # type: ignore[no-any-return]
 
+    def _excuse(self, error: CheckpointError, rank: int | None) -> None:
+        """Lets the ranks that wait for this one hear at once why it cannot load."""
+        if self.process_group is not None and rank is None:
+            with contextlib.suppress(CheckpointError):  # that one itself; or none of them came, which matters less
+                meet(self.process_group, path=error.path or "", deadline=self.options.deadline, mine=error)
+
     def _read_checkpoint(self, current: Load, opened: Opened, rank: int | None) -> Checkpoint:
         how: dict[str, Any] = {"require_commit": self.require_commit, "trusted_globals": self.options.trusted_globals}
-        counters, group = current.counters, self.process_group
+        group = self.process_group
         if group is not None and rank is None:
             share, path = self.options.share_reads, current.report.path
             current.meeting = meeting = meet(group, path=path, deadline=self.options.deadline, mine=share)
-            checkpoint, counters.bytes_read, counters.bytes_received = read_together(
+            checkpoint, current.counters.bytes_received = read_together(
                 meeting, opened.store, lambda store: read_checkpoint(store, **how)
             )
             if share and not all(meeting.said):
@@ -278,10 +284,9 @@ class FsspecStorageReader(StorageReader):
         if self.options.share_reads:
             why = "the reader's process_group did not travel with it" if group is None else "every rank reads its own"
             current.report.warnings.append(f"{current.report.path}: reads are not shared: {why}.")
-        heard = Heard(opened.store, keep=False)
-        checkpoint = read_checkpoint(heard, **how) if rank is None else read_rank_checkpoint(heard, int(rank), **how)
-        counters.bytes_read = heard.bytes_read
-        return checkpoint
+        if rank is None:
+            return read_checkpoint(opened.store, **how)
+        return read_rank_checkpoint(opened.store, int(rank), **how)
 
     def _shares(self, meeting: Meeting | None) -> TypeGuard[Meeting]:
         """Whether all ranks asked for it, and nobody has thought better of it, as ``DCP.load`` may on all of them."""
@@ -301,7 +306,8 @@ class FsspecStorageReader(StorageReader):
         self._look_inside(current, checkpoint, plan.items)
         wanted = [self._wanted(current, checkpoint, item, planner) for item in plan.items]
         if self.callback is not None:
-            self.callback.set_size(sum(w.item.payload_length for w in wanted))
+            parts = [part for w in wanted for part in extents(w.item, w.offsets, w.lengths, self._gap(current))]
+            self.callback.set_size(sum(stop - start for start, stop in parts))
         if self._share(current, checkpoint, opened, plan, wanted):
             return
         load.run(
@@ -332,10 +338,13 @@ class FsspecStorageReader(StorageReader):
         counters = dataclasses.replace(current.counters, lock=threading.Lock())
 
         def begin() -> Sharing | str:
-            if not isinstance(answer, Answer) or answer.token != meeting.token:
+            if not isinstance(answer, Answer) or (answer.token, answer.rank) != (meeting.token, meeting.rank):
                 return f"on rank {meeting.rank} a planner replaced what this package had put into the plan"
             if answer.segments is None:
                 return answer.reason
+            if ranges_of(plan.items, current.record_of, limits.max_gap) != current.offered:
+                # What it reads for others and does not want itself any more, it would not check.
+                return f"on rank {meeting.rank} a planner changed its plan after it was shared"
             files = [record.name for record in checkpoint.manifest.files]
             return Sharing(
                 opened.store, wanted, answer.segments, files, rank=meeting.rank, counters=counters, limits=limits,
@@ -362,30 +371,17 @@ class FsspecStorageReader(StorageReader):
             with self._progress:
                 self.callback.relative_update(count)
 
-    @staticmethod
-    def _look_again(opened: Opened, checkpoint: Checkpoint) -> None:
-        """Where the coordinator could not compare what the ranks read, each rank sees that nothing moved meanwhile."""
-        current = read_current(opened.store)
-        number = current.number if current is not None else None
-        if number != checkpoint.number:
-            raise CheckpointReplacedError(
-                f"{opened.store.url}: another save committed, or the checkpoint was deleted, while it was being read "
-                f"(commit {checkpoint.number} → {number}). Load again.",
-                path=opened.store.url,
-            )
-
     def _wanted(self, current: Load, checkpoint: Checkpoint, item: ReadItem, planner: LoadPlanner) -> load.Wanted:
         record = current.record_of(item)
         key = item.dest_index.fqn
         path = current.report.path
-        finish = Finish(
-            planner, item, record, path, self.options.trusted_globals, self._steps, checkpoint.limit_of(record)
-        )
+        file, limit = checkpoint.file_of(record), checkpoint.limit_of(record)
+        finish = Finish(planner, item, record, file, path, self.options.trusted_globals, self._steps, limit)
         offsets, lengths = box_of(item)
         if offsets is None:
-            return load.Wanted(checkpoint.file_of(record), record, None, None, None, finish.as_object)
+            return load.Wanted(file, record, None, None, None, finish.as_object)
         return load.Wanted(
-            file=checkpoint.file_of(record),
+            file=file,
             item=record,
             offsets=offsets,
             lengths=lengths,

@@ -9,16 +9,19 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem
 
-from dcp_storage.errors import CheckpointError, CorruptCheckpointError
+from dcp_storage.current import read_current
+from dcp_storage.errors import CheckpointError, CheckpointReplacedError, CorruptCheckpointError
+from dcp_storage.exchange_plan import Ranges
 from dcp_storage.exchange_rounds import Meeting
 from dcp_storage.load import Counters
 from dcp_storage.options import LoadReport
 from dcp_storage.reading import Checkpoint
 from dcp_storage.records import ItemRecord
 from dcp_storage.session import Opened
+from dcp_storage.store import Store
 from dcp_storage.stores.location import Location
 
-__all__ = ["Load", "Unreadable"]
+__all__ = ["Load", "Unreadable", "look_again"]
 
 
 @dataclass
@@ -34,6 +37,7 @@ class Load:
         counters: of bytes.
         meeting: the ranks that load together.
         inside: the places of numbers that were found in items of stock torch.
+        offered: the ranges that this rank offered to share.
     """
 
     location: Location | None
@@ -44,6 +48,7 @@ class Load:
     counters: Counters = field(default_factory=Counters)
     meeting: Meeting | None = None
     inside: dict[MetadataIndex, ItemRecord] = field(default_factory=dict)
+    offered: Ranges = ()
 
     def known(self) -> Checkpoint:
         """The checkpoint; raises why there is none."""
@@ -63,15 +68,33 @@ class Load:
         """The saved item that a planner wants.
 
         Raises:
-            CorruptCheckpointError: there is none.
+            CorruptCheckpointError: there is none, or the saved parts of its tensor leave some of it out.
         """
-        record = self.inside.get(item.storage_index) or self.known().items.get(item.storage_index)
+        checkpoint = self.known()
+        checkpoint.check_filled(item.storage_index.fqn)
+        record = self.inside.get(item.storage_index) or checkpoint.items.get(item.storage_index)
         if record is None:
             raise CorruptCheckpointError(
                 f"The manifest has no item for {item.storage_index.fqn!r} at {item.storage_index.offset}.",
                 key=item.storage_index.fqn,
             )
         return record
+
+
+def look_again(store: Store, checkpoint: Checkpoint) -> None:
+    """Where the coordinator could not compare what the ranks read, each rank sees that nothing moved meanwhile.
+
+    Raises:
+        CheckpointReplacedError: another save committed, or the checkpoint was deleted.
+    """
+    current = read_current(store)
+    number = current.number if current is not None else None
+    if number != checkpoint.number:
+        raise CheckpointReplacedError(
+            f"{store.url}: another save committed, or the checkpoint was deleted, while it was being read "
+            f"(commit {checkpoint.number} → {number}). Load again.",
+            path=store.url,
+        )
 
 
 _FIELDS = frozenset(f.name for f in dataclasses.fields(Metadata))

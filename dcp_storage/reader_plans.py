@@ -19,6 +19,7 @@ from dcp_storage.scattering import extents
 
 __all__ = ["Answer", "Offer", "Seen", "answered", "box_of", "files_of", "ranges_of"]
 
+_FRAME = 8 * KIB  # bytes that torch.save puts between the numbers of two tensors, at most
 _LONGEST = 4 * MIB  # long enough for its request not to matter, short enough for many of them to be on their way
 _SHORTEST = 256 * KIB
 _EACH = 4  # segments for each rank, at least, so that all have something to read
@@ -64,11 +65,13 @@ class Answer:
 
     Attributes:
         token: the load's.
+        rank: whom it is for.
         segments: those that the rank reads or receives; None where nothing is shared.
         reason: why not.
     """
 
     token: str
+    rank: int
     segments: tuple[Segment, ...] | None
     reason: str = ""
 
@@ -103,7 +106,10 @@ def box_of(item: ReadItem) -> tuple[tuple[int, ...], tuple[int, ...]] | tuple[No
 
 
 def ranges_of(items: Sequence[ReadItem], record_of: Callable[[ReadItem], ItemRecord], gap: int) -> Ranges:
-    """The bytes that a rank reads for what it wants.
+    """The bytes that a rank reads for what it wants, and what ``torch.save`` puts between two neighbours of them.
+
+    There is nothing else in them: whoever reads a segment checks what it wants of it, so what it does not want must
+    not be in it, or another rank would get that unchecked.
 
     Args:
         items: what it wants.
@@ -111,11 +117,23 @@ def ranges_of(items: Sequence[ReadItem], record_of: Callable[[ReadItem], ItemRec
         gap: bytes that are as dear as one more request.
     """
     found: list[tuple[int, int, int]] = []
+    begun: dict[tuple[int, int], int] = {}  # file and beginning of an item → the first byte that is wanted of it
+    ended: dict[tuple[int, int], int] = {}  # file and end of an item → one past the last
     for item in items:
         record = record_of(item)
         offsets, lengths = box_of(item)
-        found += [(record.file, start, stop) for start, stop in extents(record, offsets, lengths, gap)]
-    return merged(found, gap)
+        wanted = extents(record, offsets, lengths, gap)
+        if not wanted:
+            continue
+        found += [(record.file, start, stop) for start, stop in wanted]
+        start = record.offset + record.payload_offset
+        if wanted[0][0] == start:
+            begun[record.file, record.offset] = start
+        if wanted[-1][1] == start + record.payload_length:
+            ended[record.file, record.offset + record.length] = wanted[-1][1]
+    between = [(file, ended[file, at], begun[file, at]) for file, at in begun.keys() & ended.keys()]
+    found += [frame for frame in between if frame[2] - frame[1] <= min(gap, _FRAME)]
+    return merged(found, 0)
 
 
 def answered(plans: list[LoadPlan], checkpoint: Checkpoint, *, path: str, budget: int) -> list[LoadPlan]:
@@ -154,13 +172,13 @@ def answered(plans: list[LoadPlan], checkpoint: Checkpoint, *, path: str, budget
     for segment in segments:
         for rank in (segment.owner, *segment.takers):
             mine[rank].append(segment)
-    return [_with(p, Answer(o.token, tuple(mine[o.rank]))) for p, o in zip(plans, offers, strict=True)]
+    return [_with(p, Answer(o.token, o.rank, tuple(mine[o.rank]))) for p, o in zip(plans, offers, strict=True)]
 
 
 def _refused(plan: LoadPlan, why: str) -> LoadPlan:
     seen = plan.storage_data
     if isinstance(seen, Seen) and seen.offer is not None:
-        return _with(plan, Answer(seen.offer.token, None, why))
+        return _with(plan, Answer(seen.offer.token, seen.offer.rank, None, why))
     return plan
 
 

@@ -14,12 +14,12 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_storage import names
 from dcp_storage.codec import dtype_named
-from dcp_storage.current import blame, check_sizes, list_commits, nothing_committed, read_current, read_manifest
+from dcp_storage.current import blame, check_sizes, list_commits, nothing_committed, read_current, read_standing
 from dcp_storage.errors import CorruptCheckpointError, NotCommittedError, ObjectNotFoundError, StoreError
 from dcp_storage.lone import holds_lone_ranks, read_rank
 from dcp_storage.pickles import load_metadata, load_object
 from dcp_storage.placing import Check, check_blocks, product
-from dcp_storage.records import ItemRecord, Manifest, TensorEntry
+from dcp_storage.records import MAX_MANIFEST, ItemRecord, Manifest, TensorEntry
 from dcp_storage.store import Store
 from dcp_storage.torchview import manifest_from_stock
 
@@ -51,6 +51,7 @@ class Checkpoint:
     bytes_read: int
     of_rank: bool = False
     items: Mapping[MetadataIndex, ItemRecord] = field(init=False)
+    _filled: set[str] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
         self.items = {
@@ -61,6 +62,26 @@ class Checkpoint:
     def file_of(self, item: ItemRecord) -> str:
         """The name of the file that an item is in."""
         return self.manifest.files[item.file].name
+
+    def check_filled(self, key: str) -> None:
+        """Checks that the parts of a saved tensor have as many elements as it: a load would leave the others alone.
+
+        Raises:
+            CorruptCheckpointError: they are fewer. Of the part of one rank nothing is asked: it is a part.
+        """
+        if self.of_rank or key in self._filled:
+            return
+        entry = self.manifest.entries.get(key)
+        if isinstance(entry, TensorEntry):
+            wanted, found = product(entry.size), sum(product(chunk.sizes) for chunk in entry.chunks)
+            if found < wanted:
+                raise CorruptCheckpointError(
+                    f"Of the {wanted} elements of {key!r:.200} only {found} were saved.",
+                    key=key,
+                    wanted=wanted,
+                    found=found,
+                )
+        self._filled.add(key)
 
     def limit_of(self, item: ItemRecord) -> int:
         """Most bytes that an item can have once its stream extensions are undone: those of its tensor and some more."""
@@ -89,13 +110,7 @@ def read_checkpoint(store: Store, *, require_commit: bool, trusted_globals: Sequ
     except ObjectNotFoundError as error:  # the bucket itself
         raise nothing_committed(store, None) from error
     if current is not None and current.commit.manifest is not None:
-        try:
-            manifest = read_manifest(store, current)
-        except CorruptCheckpointError as error:
-            found = blame(store, current.number, error)
-            if found is error:
-                raise
-            raise found from error
+        manifest = read_standing(store, current)
         ref = current.commit.manifest
         return Checkpoint(current.number, ref.crc32, manifest, ref.size)
     if current is not None:
@@ -136,7 +151,7 @@ def _read_stock(store: Store, view: str, trusted_globals: Sequence[Any]) -> Chec
     sizes = {e.name: e.size for e in entries}
     if view not in sizes or list_commits(entries):
         raise nothing_committed(store, None)
-    data = store.read(view, limit=sizes[view])
+    data = store.read(view, limit=min(sizes[view], MAX_MANIFEST))
     metadata = load_metadata(data, trusted_globals=trusted_globals, path=store.url)
     try:
         manifest = manifest_from_stock(metadata, sizes)

@@ -7,18 +7,20 @@ places and counts by :func:`decode_manifest`. Unknown fields are ignored; a high
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
-from dcp_storage.errors import CorruptCheckpointError, IncompatibleCheckpointError, UntrustedDataError
-from dcp_storage.names import check_name
+from dcp_storage.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError
+from dcp_storage.names import check_names
 from dcp_storage.options import RankFigures
+from dcp_storage.overlaps import first_overlap
+from dcp_storage.shapes import elements, is_dense, is_inside
 
 __all__ = [
     "FORMAT",
     "MAX_COMMIT",
+    "MAX_MANIFEST",
     "BytesEntry",
     "Chunk",
     "Commit",
@@ -43,7 +45,11 @@ _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 MAX_COMMIT = 64 * 1024
 """Bytes of the largest commit object that is read."""
 
+MAX_MANIFEST = 4 * 1024**3
+"""Bytes of the largest manifest that is written or read: 4 GiB, some 2.5 million items of 128 blocks each."""
+
 _MIN_BLOCK, _MAX_BLOCK, _BLOCKS = 16 * 1024, 1024 * 1024, 128
+_LARGEST_BLOCK = 64 * 1024**2  # a reader of a slice holds a whole block, so that it must not be of any size
 
 Size = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Crc = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
@@ -138,7 +144,7 @@ class ItemRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     payload_offset: Size = 0
     payload_length: Size = 0
     payload_crc32: Crc | None = None
-    block: Annotated[int, msgspec.Meta(ge=1, le=2**40)] = _MAX_BLOCK
+    block: Annotated[int, msgspec.Meta(ge=1, le=_LARGEST_BLOCK)] = _MAX_BLOCK
     blocks: tuple[Crc, ...] = ()
     dtype: str | None = None
     shape: tuple[Size, ...] | None = None
@@ -252,6 +258,7 @@ def decode_commit(data: bytes, *, path: str, file: str) -> Commit:
     Raises:
         CorruptCheckpointError: its own CRC-32 does not fit; to a reader such a commit is absent.
         IncompatibleCheckpointError: it is of a higher format.
+        UntrustedDataError: the manifest's name could leave the folder.
     """
     body, found, check = data.rpartition(_CHECK)
     wanted = zlib.crc32(body)
@@ -267,14 +274,29 @@ def decode_commit(data: bytes, *, path: str, file: str) -> Commit:
     commit = _decode(_COMMIT, data, path, file)
     if (commit.state == "committed") != (commit.manifest is not None):
         raise _corrupt(path, file, f"a {commit.state} commit with{'' if commit.manifest else 'out'} a manifest")
-    if commit.manifest is not None:
-        check_name(commit.manifest.name)
+    check_names([] if commit.manifest is None else [commit.manifest.name], path=path)
     return commit
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The manifest's JSON."""
-    return _ENCODER.encode(manifest)
+    """The manifest's JSON.
+
+    Raises:
+        CheckpointError: of kind ``"manifest"``: it would be larger than :data:`MAX_MANIFEST`, or a key or path in it is
+            no text that JSON has (a lone surrogate).
+    """
+    try:
+        data = _ENCODER.encode(manifest)
+    except UnicodeEncodeError as error:
+        raise CheckpointError(
+            f"A key or path of the state dict is no valid text: {error.object!r:.200}.", kind="manifest", cause=error
+        ) from error
+    if len(data) > MAX_MANIFEST:
+        raise CheckpointError(
+            f"The manifest has {len(data)} bytes, and no more than {MAX_MANIFEST} are read: save fewer items.",
+            kind="manifest",
+        )
+    return data
 
 
 def decode_manifest(data: bytes, *, path: str, file: str) -> Manifest:
@@ -287,12 +309,7 @@ def decode_manifest(data: bytes, *, path: str, file: str) -> Manifest:
     """
     _check_format(data, path, file)
     manifest = _decode(_MANIFEST, data, path, file)
-    try:
-        for record in manifest.files:
-            check_name(record.name)
-    except UntrustedDataError as error:
-        error.path = path
-        raise
+    check_names((record.name for record in manifest.files), path=path)
     if len({f.name for f in manifest.files}) != len(manifest.files):
         raise _corrupt(path, file, "a file named twice")
     for item in manifest.items:
@@ -303,49 +320,23 @@ def decode_manifest(data: bytes, *, path: str, file: str) -> Manifest:
     for key, entry in manifest.entries.items():
         if isinstance(entry, TensorEntry):
             chunks[key] = {chunk.offsets: chunk.sizes for chunk in entry.chunks}
-            if not all(_inside(chunk, entry.size) for chunk in entry.chunks):
+            if elements(entry.size) is None:
+                raise _corrupt(path, file, "a tensor of more elements or dimensions than there can be", key=key)
+            if not all(is_inside(chunk.offsets, chunk.sizes, entry.size) for chunk in entry.chunks):
                 raise _corrupt(path, file, "a chunk outside its tensor", key=key)
     for item in manifest.items:
         if item.shape is not None and chunks.get(item.key, {}).get(item.offsets or ()) not in (None, item.shape):
             raise _corrupt(path, file, "an item whose shape is not that of its chunk", key=item.key)
-    _check_overlaps(manifest, path, file)
+    # The same bytes may be there under several names, as those of tied weights are.
+    overlap = first_overlap(manifest.items, _is_twin)
+    if overlap is not None:
+        raise _corrupt(path, file, "items that overlap", key=overlap.key)
     return manifest
 
 
-def _check_overlaps(manifest: Manifest, path: str, file: str) -> None:
-    ends = [0] * len(manifest.files)
-    items: Iterable[ItemRecord] = manifest.items
-    for ordered in (False, True):  # nearly always they come in the order of their places
-        overlap = None
-        for item in items:
-            if item.offset < ends[item.file] and item.length:
-                overlap = item
-                break
-            ends[item.file] = item.offset + item.length
-        if overlap is None:
-            return
-        if ordered:
-            raise _corrupt(path, file, "items that overlap", key=overlap.key)
-        ends = [0] * len(manifest.files)
-        items = sorted(manifest.items, key=lambda i: (i.file, i.offset, i.offset + i.length))
-
-
-def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether strides fill a run of as many elements as the shape has, each place once."""
-    expected = 1
-    for step, size in sorted(zip(stride, shape, strict=True)):
-        if size == 1:
-            continue
-        if step != expected:
-            return False
-        expected *= size
-    return True
-
-
-def _inside(chunk: Chunk, size: tuple[int, ...]) -> bool:
-    return len(chunk.offsets) == len(chunk.sizes) == len(size) and all(
-        o + s <= n for o, s, n in zip(chunk.offsets, chunk.sizes, size, strict=True)
-    )
+def _is_twin(item: ItemRecord, other: ItemRecord) -> bool:
+    """Whether all that is said of two items but their names is the same."""
+    return msgspec.structs.replace(item, key=other.key, offsets=other.offsets, index=other.index) == other
 
 
 def _item_fault(item: ItemRecord, manifest: Manifest) -> str | None:
@@ -359,13 +350,15 @@ def _item_fault(item: ItemRecord, manifest: Manifest) -> str | None:
         return "a wrong number of blocks"
     if (item.dtype is None) != (item.shape is None):
         return "a dtype without a shape, or the reverse"
+    if item.shape is not None and elements(item.shape) is None:
+        return "a shape of more elements or dimensions than there can be"
     if item.stride is not None and (item.shape is None or len(item.stride) != len(item.shape)):
         return "strides that do not fit its shape"
     if (
         item.stride is not None
         and item.shape is not None
         and 0 not in item.shape
-        and not _is_dense(item.shape, item.stride)
+        and not is_dense(item.shape, item.stride)
     ):
         return "strides that leave holes"
     return None
@@ -392,8 +385,8 @@ def _decode(decoder: msgspec.json.Decoder[_Struct], data: bytes, path: str, file
 def _corrupt(
     path: str, file: str, what: str, *, key: str | None = None, cause: BaseException | None = None
 ) -> CorruptCheckpointError:
-    about = f" (key {key!r})" if key is not None else ""
-    detail = f": {cause}" if cause is not None else ""
+    about = f" (key {key!r:.200})" if key is not None else ""
+    detail = f": {cause!s:.200}" if cause is not None else ""
     return CorruptCheckpointError(
         f"{path}: {file} holds {what}{about}{detail}.", path=path, file=file, key=key, cause=cause
     )

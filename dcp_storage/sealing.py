@@ -192,7 +192,11 @@ def can_seal() -> bool:
 
 @functools.lru_cache(maxsize=1)
 def _seals_alike() -> bool:
-    for sample in (torch.arange(2503, dtype=torch.int32).view(-1, 2503), torch.ones(7919, dtype=torch.bfloat16)[None]):
+    here = torch.device("cpu")  # whatever torch.set_default_device says
+    for sample in (
+        torch.arange(2503, dtype=torch.int32, device=here).view(-1, 2503),
+        torch.ones(7919, dtype=torch.bfloat16, device=here)[None],
+    ):
         wanted = io.BytesIO()
         torch.save(sample, wanted)
         halves = _Halves(sample.numel() * sample.element_size())

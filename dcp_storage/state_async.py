@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,8 @@ __all__ = ["AsyncSave", "IfBusy", "Savers", "at_exit"]
 IfBusy = Literal["wait", "skip"]
 """What to do where as many saves are in flight as may be: wait for the oldest, or leave this save out."""
 
+_LOOK = 1.0  # seconds after which one who waits looks again
+
 Write = Callable[[Ranks, list[Leaf]], SaveReport]
 
 
@@ -37,17 +40,18 @@ class AsyncSave:
     def __init__(self, path: str | None, *, skipped: bool = False) -> None:
         self.path = path
         self.skipped = skipped
-        self._ended = threading.Event()
+        self._gate = threading.Lock()  # taken until it has ended
+        self._over = skipped
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
         self._told = False
-        if skipped:
-            self._ended.set()
+        if not skipped:
+            self._gate.acquire()
 
     @property
     def done(self) -> bool:
         """Whether it has ended, well or not."""
-        return self._ended.is_set()
+        return self._over
 
     def wait(self, timeout: float | None = None) -> None:
         """Waits until the checkpoint is committed.
@@ -59,7 +63,8 @@ class AsyncSave:
             TimeoutError: it is still going on.
             CheckpointError: the save failed.
         """
-        if not self._ended.wait(timeout):
+        self._join(timeout)
+        if not self._over:
             raise TimeoutError(f"The save to {self.path} is still going on after {timeout} s.")
         self._told = True
         if self._error is not None:
@@ -74,9 +79,25 @@ class AsyncSave:
         self.wait(timeout)
         return self._report
 
+    def _join(self, timeout: float | None = None) -> None:
+        """Waits until it has ended, or for so many seconds.
+
+        Not by an Event or by ``Thread.join``: Ctrl-C inside of these may leave a lock taken (CPython issue 29988), so
+        that the save could never say that it has ended, or have a thread taken for ended that is not. Here, if Ctrl-C
+        comes after the gate was passed and before it is open again, it is never needed again.
+        """
+        until = None if timeout is None else time.monotonic() + timeout
+        while not self._over:
+            left = _LOOK if until is None else min(until - time.monotonic(), _LOOK)
+            if left <= 0:
+                return
+            if self._gate.acquire(timeout=left):
+                self._gate.release()
+
     def _end(self, report: SaveReport | None, error: BaseException | None) -> None:
         self._report, self._error = report, error
-        self._ended.set()
+        self._over = True
+        self._gate.release()
 
     def _is_untold(self) -> bool:
         return self.done and not self._told and self._error is not None
@@ -97,6 +118,11 @@ class _Slot:
     buffers: Buffers = field(default_factory=Buffers)
     handle: AsyncSave | None = None
     turn: int = 0
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nobody reads its memory."""
+        return self.handle is None or self.handle.done
 
 
 class _Saver:
@@ -136,47 +162,69 @@ class _Saver:
             self._slots.append(_Slot(self._own_ranks()))
         slot = min(self._slots[:max_in_flight], key=lambda slot: slot.turn)  # the oldest, the same on every rank
         if if_busy == "wait" and slot.handle is not None:
-            slot.handle._ended.wait()
-        busy, failed = self._look(slot)
+            slot.handle._join()
+        asked = self._ask(slot)
+        leaves: list[Leaf] = []
+        failure: BaseException | None = None
+        if slot.is_free:  # copies while the ranks tell each other: the training waits for the longer of the two only
+            try:
+                found = collect()
+                copies = slot.buffers.stage((leaf.key, leaf.value) for leaf in found)
+                leaves = [Leaf(leaf.path, copy, leaf.kind) for leaf, copy in zip(found, copies, strict=True)]
+            except BaseException as error:  # noqa: BLE001 - raised below, when no rank is left waiting
+                failure = error
+        try:
+            busy, failed = asked()
+        except Exception as broken:
+            raise failure or broken from broken
         if failed:
-            self._raise_untold()
+            untold = self._untold_anywhere()
+            if failure is not None and not isinstance(failure, Exception):
+                raise failure from untold
+            raise untold
         if busy:
+            if failure is not None:
+                raise failure
             return AsyncSave(path, skipped=True)
         self._turn += 1
         slot.turn = self._turn
         handle = slot.handle = AsyncSave(path)
-        leaves: list[Leaf] = []
-        failure: BaseException | None = None
-        try:
-            found = collect()
-            copies = slot.buffers.stage((leaf.key, leaf.value) for leaf in found)
-            leaves = [Leaf(leaf.path, copy, leaf.kind) for leaf, copy in zip(found, copies, strict=True)]
-        except BaseException as error:
-            failure = error
-            handle._told = True  # the caller gets it at once; the thread tells the other ranks
-            raise
-        finally:
-            threading.Thread(
-                target=_run, args=(handle, slot.ranks, leaves, failure, write), name="dcp_storage-save", daemon=True
-            ).start()
+        handle._told = failure is not None  # the caller gets it at once; the thread tells the other ranks
+        threading.Thread(
+            target=_run, args=(handle, slot.ranks, leaves, failure, write), name="dcp_storage-save", daemon=True
+        ).start()
+        if failure is not None:
+            raise failure
         return handle
 
-    def _look(self, slot: _Slot) -> tuple[bool, bool]:
-        """Whether the slot is taken on any rank, and whether any rank has an error to raise.
+    def _ask(self, slot: _Slot) -> Callable[[], tuple[bool, bool]]:
+        """Begins to ask whether the slot is taken on any rank, and whether any rank has an error to raise.
 
         All ranks have to come to the same answer: one that raised or skipped alone would have its next save meet
         another save of the others, and what they write together would be a mixture of two states.
-        """
-        busy = slot.handle is not None and not slot.handle.done
-        failed = any(handle._is_untold() for handle in self.handles())
-        found = torch.tensor([busy, failed], dtype=torch.uint8)
-        if not self._control.alone:
-            with unwrapped(self._control, "Looking at the saves in flight", None):
-                dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._control.group)
-        return bool(found[0].item()), bool(found[1].item())
 
-    def _raise_untold(self) -> NoReturn:
-        """Raises an error that some rank's caller has not seen, on every rank; this rank's own if there is one."""
+        Returns:
+            Waits for the answers to both.
+        """
+        busy = not slot.is_free
+        failed = any(handle._is_untold() for handle in self.handles())  # in this order: one may be ending meanwhile
+        found = torch.tensor([busy, failed], dtype=torch.uint8, device="cpu")
+        doing = "Looking at the saves in flight"
+        work = None
+        if not self._control.alone:
+            with unwrapped(self._control, doing, None):
+                work = dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._control.group, async_op=True)
+
+        def answer() -> tuple[bool, bool]:
+            if work is not None:
+                with unwrapped(self._control, doing, None):
+                    work.wait()
+            return bool(found[0].item()), bool(found[1].item())
+
+        return answer
+
+    def _untold_anywhere(self) -> BaseException:
+        """An error that some rank's caller has not seen, for all ranks to raise; this rank's own if there is one."""
         mine = [(handle, handle._untold()) for handle in self.handles()]
         self.left = []
         turns = {slot.turn for slot in self._slots for handle, error in mine if error and slot.handle is handle}
@@ -185,9 +233,9 @@ class _Saver:
         failed: set[int] = set().union(*(numbers for numbers, _ in told))
         for slot in self._slots:
             if slot.turn in failed and slot.handle is not None:  # it is ending on this rank, too: raised once
-                slot.handle._ended.wait()
+                slot.handle._join()
                 slot.handle._told = True
-        raise error or next(sent for _, sent in told if sent is not None)
+        return error or next(sent for _, sent in told if sent is not None)
 
 
 def _sendable(error: BaseException) -> BaseException:
@@ -238,9 +286,18 @@ class Savers:
         """Waits for all saves, and shows the errors that nobody has asked for; at the interpreter's end."""
         if self._pid != os.getpid():
             return
-        for saver in self._savers.values():
-            for handle in saver.handles():
-                handle._ended.wait()
+        handles = [handle for saver in self._savers.values() for handle in saver.handles()]
+        try:
+            for handle in handles:
+                handle._join()
+        except KeyboardInterrupt:
+            for handle in handles:
+                if not handle.done:
+                    lost = f"The asynchronous save to {handle.path} was not waited for, and may not be committed."
+                    sys.stderr.write(f"dcp_storage: {lost}\n")
+            raise
+        finally:
+            for handle in handles:
                 error = handle._untold()
                 if error is not None:
                     sys.excepthook(type(error), error, error.__traceback__)

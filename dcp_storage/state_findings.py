@@ -91,6 +91,8 @@ class Findings:
 
     Attributes:
         excluded: whether the caller left a key of the template out.
+        differ: whether two tensors on the store are known to be of different numbers.
+        renamed: the template's name of a key of the checkpoint, None for one that is left out.
         wishes: what will be filled.
         missing: keys of the template that the checkpoint lacks.
         shapes: key → shape of the template, shape on the store.
@@ -100,6 +102,8 @@ class Findings:
     """
 
     excluded: Callable[[str], bool] = lambda _: False
+    differ: Callable[[Stored, Stored], bool] = lambda _, __: False
+    renamed: Callable[[str], str | None] = lambda key: key
     wishes: list[Wish] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     shapes: dict[str, tuple[str, str]] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from dcp_storage.errors import CheckpointError, IncompatibleCheckpointError, por
 from dcp_storage.options import LoadReport
 from dcp_storage.state_findings import Findings, Wish
 from dcp_storage.state_keys import KeyChoice
-from dcp_storage.state_models import OptimizerPart
+from dcp_storage.state_optimizers import OptimizerPart
 from dcp_storage.state_ranks import Ranks, unwrapped
 from dcp_storage.state_sharing import Sharing, Wants, wants_of
 from dcp_storage.state_source import Source
@@ -56,7 +56,11 @@ class _Load:
         self.parts = parts_of(self.state)
         try:
             self.view = view_of(source.look(), self.choice, ranks)
-            self.findings = Findings(excluded=self.view.leaves_out)
+            self.findings = Findings(
+                excluded=self.view.leaves_out,
+                differ=self.view.differ,
+                renamed=self.choice.name_of,
+            )
             self.spread = hold(self.parts, self.view, self.findings, ranks)
             return self.tell()
         except Exception as error:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+from collections.abc import Iterator
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -56,14 +60,15 @@ def save_in_process(
     """
     with unwrapped(ranks, "Saving", path):
         if not ranks.alone:
-            future: Any = async_save(
-                flat,
-                storage_writer=writer,
-                planner=planner,
-                process_group=ranks.group,
-                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-                async_stager=_Staged(),
-            )
+            with _deaf_to_ctrl_c():
+                future: Any = async_save(
+                    flat,
+                    storage_writer=writer,
+                    planner=planner,
+                    process_group=ranks.group,
+                    async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+                    async_stager=_Staged(),
+                )
             future.result()
             return None
         return _alone(flat, writer, planner, path)
@@ -73,7 +78,8 @@ def _alone(flat: dict[str, Any], writer: StorageWriter, planner: SavePlanner, pa
     context = torch.multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(theirs, flat, writer, planner, path), daemon=True)
-    process.start()
+    with _deaf_to_ctrl_c():
+        process.start()
     theirs.close()
     try:
         error, report = ours.recv()
@@ -91,6 +97,24 @@ def _alone(flat: dict[str, Any], writer: StorageWriter, planner: SavePlanner, pa
     if error is not None:
         raise error
     return report if isinstance(report, SaveReport) else None
+
+
+@contextlib.contextmanager
+def _deaf_to_ctrl_c() -> Iterator[None]:
+    """Processes begun here are not interrupted by Ctrl-C, which a terminal sends to all of its processes.
+
+    It is meant for the training, whose end waits for what is being saved. A process inherits what the thread that
+    begins it holds back; that thread is one of ours, so that nothing changes for the program.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    resource_tracker.ensure_running()  # beginning a process would begin this one first, and that ends what is held back
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _child(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -10,11 +11,18 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
-from dcp_storage.errors import CheckpointError, portable
+from dcp_storage.errors import Cause, CheckpointError, portable
 
 __all__ = ["Ranks", "joined_failure", "unwrapped"]
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Unsendable:
+    """What a rank sends in place of something that does not pickle: none may be left waiting for it."""
+
+    cause: Cause
 
 
 @dataclass(frozen=True)
@@ -53,20 +61,21 @@ class Ranks:
         """What every rank says, by rank.
 
         Raises:
-            CheckpointError: of kind ``"peer"``: a rank is gone, or did not come within the group's time-out.
+            CheckpointError: of kind ``"peer"``: a rank is gone, or did not come within the group's time-out. Of kind
+                ``"unsendable"``, on all ranks: what one of them has to say does not pickle.
         """
         if self.alone:
             return [value]
         told: list[Any] = [None] * self.world
         try:
-            dist.all_gather_object(told, value, group=self.group)
+            dist.all_gather_object(told, _packed(value), group=self.group)
         except RuntimeError as error:
             raise CheckpointError(
                 f"The ranks of the process group do not reach each other, as where one of them is gone: {error}",
                 kind="peer",
                 cause=error,
             ) from error
-        return told
+        return [_unpacked(rank, data) for rank, data in enumerate(told)]
 
     def agree(
         self, doing: str, path: str | None, call: Callable[[], T], *, plain: tuple[type[Exception], ...] = ()
@@ -88,16 +97,16 @@ class Ranks:
         outcome: T | None = None
         try:
             outcome = call()
-        except Exception as error:  # noqa: BLE001 - raised again below, on every rank
-            failure = portable(error, doing, path=path)
-            original = error
         except (KeyboardInterrupt, SystemExit) as error:
             failure = error
+        except BaseException as error:  # noqa: BLE001 - raised again below, on every rank; torch's own is no Exception
+            failure = portable(error, doing, path=path)
+            original = error
         if isinstance(failure, CheckpointError) and failure.kind == "peer":
             # It names a rank that is not there, and every other rank has been told: a collective would wait for it.
             raise joined_failure({self.rank: failure}, self.rank, doing, path) from failure.__cause__
         try:
-            told = self.gather((failure, outcome))
+            told = self.gather((None if failure is None else _sendable(failure), outcome))
         except CheckpointError as broken:
             raise joined_failure({self.rank: failure or broken}, self.rank, doing, path) from broken
         failures = {rank: failed for rank, (failed, _) in enumerate(told) if failed is not None}
@@ -105,9 +114,52 @@ class Ranks:
             return [said for _, said in told]  # type: ignore[misc]  # no failure: every outcome is there
         if failure is not None:
             failures[self.rank] = failure  # the original, with its cause
-            if original is not None and type(original) in plain:
+            if original is not None and (
+                type(original) in plain or not isinstance(original, Exception | CheckpointException)
+            ):
                 raise original
         raise joined_failure(failures, self.rank, doing, path)
+
+
+def _packed(value: object) -> bytes:
+    try:
+        return pickle.dumps(value)
+    except Exception as error:  # noqa: BLE001 - whatever a foreign __reduce__ raises; every rank is told
+        return pickle.dumps(_Unsendable(Cause.of(error)))
+
+
+def _unpacked(rank: int, data: bytes) -> Any:
+    try:
+        found = pickle.loads(data)
+    except Exception as error:  # noqa: BLE001 - likewise
+        found = _Unsendable(Cause.of(error))
+    if isinstance(found, _Unsendable):
+        raise CheckpointError(
+            f"What rank {rank} has to say does not reach the other ranks, as it does not pickle: {found.cause.type}: "
+            f"{found.cause.message}",
+            kind="unsendable",
+            cause=found.cause,
+        )
+    return found
+
+
+def _sendable(error: BaseException) -> BaseException:
+    """The error as the other ranks can get it: without what of it does not pickle."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - whatever a foreign __reduce__ raises
+        if isinstance(error, KeyboardInterrupt):
+            return KeyboardInterrupt()
+        if isinstance(error, SystemExit):
+            return SystemExit(1)
+        known = error if isinstance(error, CheckpointError) else None
+        return CheckpointError(
+            Cause.of(error).message,
+            path=known.path if known else None,
+            kind=known.kind if known else "hook",
+            cause=known.cause if known and known.cause else error,
+        )
+    return error
 
 
 def joined_failure(failures: Mapping[int, BaseException], rank: int, doing: str, path: str | None) -> BaseException:

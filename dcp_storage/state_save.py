@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,8 +11,8 @@ from typing import Any, Literal
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.checkpoint.storage import StorageWriter
 from torch.distributed.tensor import DTensor
@@ -20,18 +21,23 @@ from dcp_storage.errors import CheckpointError, portable
 from dcp_storage.options import SaveReport
 from dcp_storage.per_rank import PREFIX, WORLD_KEY
 from dcp_storage.state_digest import digest_of
-from dcp_storage.state_models import ModulePart, OptimizerPart
+from dcp_storage.state_models import ModulePart
+from dcp_storage.state_optimizers import OptimizerPart
 from dcp_storage.state_process import save_in_process
 from dcp_storage.state_ranks import Ranks, unwrapped
 from dcp_storage.state_tree import Path, key_of, rebuild
 from dcp_storage.state_values import RngPart
 from dcp_storage.state_view import as_kept
 from dcp_storage.state_walk import parts_of
+from dcp_storage.twins import tied_keys, together
 
 __all__ = ["Differing", "Leaf", "collect", "save_leaves"]
 
 Differing = Literal["warn", "error"]
 """What a plain value that differs between ranks leads to, besides being kept for every rank."""
+
+_TIED = "__tied__."
+"""Put before a key in a rank's plan: of which other key its tensor is."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +55,15 @@ class Leaf:
     value: Any
     kind: Literal["shared", "own", "plain"]
 
-    @property
+    @functools.cached_property
     def key(self) -> str:
         """Its key on the store, before that of a rank's own is made of it."""
         return key_of(self.path)
+
+    def detached(self) -> Any:
+        """The value without what autograd has of it. While the training waits for copies, nobody asks for this."""
+        tracked = isinstance(self.value, torch.nn.Parameter) or getattr(self.value, "requires_grad", False)
+        return self.value.detach() if tracked and isinstance(self.value, torch.Tensor) else self.value
 
 
 def collect(state: MutableMapping[str, Any]) -> list[Leaf]:
@@ -115,6 +126,25 @@ class _Planner(DefaultSavePlanner):
         self.mappings = {}
         for key in self.state_dict:
             self.mappings.update(as_kept(key, self.paths.get(key, (key,))))
+
+    def create_local_plan(self) -> SavePlan:
+        """torch's, with what is tied on this rank, which only the coordinator's planner looks at."""
+        told = {f"{_TIED}{key}": (first,) for key, first in tied_keys(self.state_dict).items()}
+        plan = super().create_local_plan()
+        self.plan = replace(plan, planner_data={**plan.planner_data, **told})
+        return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """torch's, with the names of a tied tensor on one rank, which then writes it once."""
+        tied = []
+        for number, plan in enumerate(all_plans):
+            told = {key: path for key, path in plan.planner_data.items() if key.startswith(_TIED)}
+            tied.append({key.removeprefix(_TIED): first for key, (first,) in told.items()})
+            paths = {key: path for key, path in plan.planner_data.items() if key not in told}
+            all_plans[number] = replace(plan, planner_data=paths)
+        plans, metadata = super().create_global_plan(all_plans)
+        self.global_plan = together(plans, tied)
+        return self.global_plan, metadata
 
 
 def save_leaves(
@@ -193,9 +223,9 @@ def _divide(ranks: Ranks, leaves: Sequence[Leaf], path: str | None) -> tuple[lis
     named: list[tuple[Path, Any]] = []
     for leaf in leaves:
         own = leaf.kind == "own" or leaf.key in different
-        named.append(((PREFIX, str(ranks.rank), *leaf.path) if own else leaf.path, leaf.value))
+        named.append(((PREFIX, str(ranks.rank), *leaf.path) if own else leaf.path, leaf.detached()))
     if different or any(leaf.kind == "own" for leaf in leaves):
-        named.append(((PREFIX, WORLD_KEY.partition(".")[2]), torch.zeros(ranks.world, dtype=torch.uint8)))
+        named.append(((PREFIX, WORLD_KEY.partition(".")[2]), torch.zeros(ranks.world, dtype=torch.uint8, device="cpu")))
     return named, sorted(different)
 
 

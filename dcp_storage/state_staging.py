@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from dcp_storage.carrying import is_pinnable
 from dcp_storage.errors import portable
+from dcp_storage.twins import place_of
 
 __all__ = ["Buffers"]
 
@@ -23,6 +25,7 @@ class Buffers:
 
     def __init__(self) -> None:
         self._kept: dict[str, torch.Tensor] = {}
+        self._placed: dict[str, Any] = {}
 
     def stage(self, values: Iterable[tuple[str, Any]]) -> list[Any]:
         """Copies of all values, in their order; later changes of the originals do not reach them.
@@ -34,45 +37,49 @@ class Buffers:
             CheckpointError: a value that cannot be copied; names its key.
         """
         used: dict[str, torch.Tensor] = {}
+        placed: dict[str, Any] = {}
         copied: dict[Hashable, torch.Tensor] = {}
         devices: set[torch.device] = set()
 
         def keep(key: str, source: torch.Tensor) -> torch.Tensor:
-            # A conjugate or negative is a view of the same elements with a mark: another value.
-            marks = (source.is_conj(), source.is_neg())
-            same = (source.data_ptr(), source.shape, source.stride(), source.dtype, source.device, marks)
-            if source.data_ptr() and same in copied:  # tied: the same elements under another key
-                return copied[same]
+            at = place_of(source)
+            if at is not None and at in copied:  # tied: the same elements under another key
+                return copied[at]
             target = self._kept.get(key)
             if target is None or not _fits(target, source):
                 target = _memory_for(source)
             used[key] = target
-            copied[same] = target
+            if at is not None:
+                copied[at] = target
             on_device = source.device.type != "cpu"
             target.copy_(source, non_blocking=on_device)
             if on_device:
                 devices.add(source.device)
             return target
 
+        def place(key: str, source: DTensor) -> Any:
+            local = keep(key, source.to_local())
+            known = self._placed.get(key)
+            if known is None or known._local_tensor is not local or known._spec != source._spec:
+                # from_local would move the copy to the mesh's device.
+                known = DTensor(local, source._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+            placed[key] = known  # making one takes longer than copying a small tensor
+            return known
+
         staged: list[Any] = []
         with torch.no_grad():
             for key, value in values:
                 try:
-                    staged.append(_copied(key, value, keep))
+                    staged.append(place(key, value) if isinstance(value, DTensor) else _copied(key, value, keep))
                 except Exception as error:
                     raise portable(error, "Copying the value", key=key) from error
         for device in devices:
             torch.accelerator.synchronize(device)
-        self._kept = used
+        self._kept, self._placed = used, placed
         return staged
 
 
 def _copied(key: str, value: Any, keep: Callable[[str, torch.Tensor], torch.Tensor]) -> Any:
-    if isinstance(value, DTensor):
-        local = keep(key, value.to_local())
-        # from_local would move the copy to the mesh's device.
-        made: Any = DTensor(local, value._spec, requires_grad=False)  # type: ignore[no-untyped-call]
-        return made
     if isinstance(value, torch.Tensor):
         plain = value.detach()
         if type(plain) is torch.Tensor and plain.layout is torch.strided and not plain.is_quantized:
@@ -84,9 +91,13 @@ def _copied(key: str, value: Any, keep: Callable[[str, torch.Tensor], torch.Tens
 
 
 def _fits(target: torch.Tensor, source: torch.Tensor) -> bool:
-    return target.shape == source.shape and target.dtype == source.dtype
+    alike = target.shape == source.shape and target.dtype == source.dtype
+    return alike and (not _is_pinnable(source) or target.is_pinned())
+
+
+def _is_pinnable(source: torch.Tensor) -> bool:
+    return source.device.type != "cpu" and source.numel() > 0 and is_pinnable(source.device)
 
 
 def _memory_for(source: torch.Tensor) -> torch.Tensor:
-    pinned = source.device.type != "cpu" and source.numel() > 0
-    return torch.empty_like(source, device="cpu", pin_memory=pinned)
+    return torch.empty_like(source, device="cpu", pin_memory=_is_pinnable(source))

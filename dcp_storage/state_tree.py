@@ -8,7 +8,11 @@ from typing import Any
 
 import torch
 
+from dcp_storage.errors import UntrustedDataError
+
 __all__ = ["Numeral", "Path", "flatten", "is_container", "key_of", "kinds_of", "rebuild", "set_at"]
+
+_MOST_EMPTY = 1 << 16  # places in front of one that is filled, for which nothing is there: only a part may be loaded
 
 Path = tuple[Any, ...]
 """Where a value is: dict keys as they are, and places in lists."""
@@ -111,6 +115,7 @@ def rebuild(items: Iterable[tuple[Path, Any]], kinds: Mapping[Path, Mapping[Any,
         for at, part in enumerate(path):
             last = at + 1 == len(path)
             if isinstance(inner, list):
+                _check_place(part, len(inner), path)
                 inner.extend([None] * (part + 1 - len(inner)))
                 if last or inner[part] is None:
                     inner[part] = value if last else new(path[: at + 2])
@@ -123,6 +128,15 @@ def rebuild(items: Iterable[tuple[Path, Any]], kinds: Mapping[Path, Mapping[Any,
                     inner[name] = new(path[: at + 2])
                 inner = inner[name]
     return root
+
+
+def _check_place(part: Any, length: int, path: Path) -> None:
+    # Paths may be those of a store, and any number may stand in them.
+    if type(part) is not int or not 0 <= part <= length + _MOST_EMPTY:
+        raise UntrustedDataError(
+            f"The path of {key_of(path[:3])!r:.200} leads to no place of a list of {length}: {part!r:.40}.",
+            name=key_of(path[:3])[:200],
+        )
 
 
 def set_at(root: Any, path: Path, value: Any) -> None:

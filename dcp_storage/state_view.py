@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from dcp_storage.errors import CheckpointError
+from dcp_storage.errors import CheckpointError, CorruptCheckpointError
 from dcp_storage.per_rank import PREFIX, WORLD_KEY, split_own
+from dcp_storage.records import ItemRecord
 from dcp_storage.state_findings import Stored
 from dcp_storage.state_keys import KeyChoice
 from dcp_storage.state_ranks import Ranks
 from dcp_storage.state_tree import Numeral, Path, key_of
 
 __all__ = ["View", "as_kept", "view_of"]
+
+_MOST_RANKS = 1 << 20  # a list of all ranks' values has a place for each of them
 
 _NUMERALS = "__int_keys__."
 """Put before a key in the planner's data: which parts of its path are keys of dicts that are ints. torch's own paths
@@ -63,12 +68,27 @@ class View:
     saved_by: int = 0
     same: bool = False
     mine: dict[str, Stored] = field(default_factory=dict)
+    _items: Mapping[MetadataIndex, object] = field(default_factory=dict)
     _kept: set[str] = field(default_factory=set)
     _dropped: set[str] = field(default_factory=set)
 
     def leaves_out(self, key: str) -> bool:
         """Whether the caller does not want a key of the template."""
         return self.choice.leaves_out(key, lambda asked: asked in self._dropped and asked not in self._kept)
+
+    def differ(self, one: Stored, other: Stored) -> bool:
+        """Whether two tensors on the store are known, by their checksums, to be of different numbers."""
+        mine, theirs = self._sums(one.source), self._sums(other.source)
+        pairs = [(mine[place], theirs[place]) for place in mine.keys() & theirs.keys()]
+        return any(a.stride == b.stride and a.payload_crc32 != b.payload_crc32 for a, b in pairs)
+
+    def _sums(self, source: str) -> dict[torch.Size | None, ItemRecord]:
+        records = [(index, item) for index, item in self._items.items() if index.fqn == source]
+        return {
+            index.offset: item
+            for index, item in records
+            if isinstance(item, ItemRecord) and item.dtype is not None and item.payload_crc32 is not None
+        }
 
     def names(self, entries: Iterable[str]) -> Iterator[str]:
         """The names that this rank sees inside entries of a template."""
@@ -90,12 +110,12 @@ def view_of(metadata: Metadata, choice: KeyChoice, ranks: Ranks) -> View:
     Raises:
         CheckpointError: of kind ``"keys"``: two keys of the checkpoint would get one name.
     """
-    view = View(choice)
+    view = View(choice, _items=metadata.storage_data or {})
     paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
     for source, meta in metadata.state_dict_metadata.items():
         told = split_own(source)
         if told is None and source == WORLD_KEY and isinstance(meta, TensorStorageMetadata):
-            view.saved_by = meta.size[0]
+            view.saved_by = math.prod(meta.size)  # of its one dimension
             continue
         rank, key = (None, source) if told is None else told
         name = choice.name_of(key)
@@ -110,6 +130,13 @@ def view_of(metadata: Metadata, choice: KeyChoice, ranks: Ranks) -> View:
             )
         place[name] = Stored(source, _path(name, key, _kept_path(paths, source)), meta)
     view.saved_by = max(view.saved_by, max(view.own, default=-1) + 1)
+    if view.saved_by > _MOST_RANKS:
+        raise CorruptCheckpointError(
+            f"The checkpoint says that {view.saved_by} ranks saved it; no more than {_MOST_RANKS} can have.",
+            key=WORLD_KEY,
+            wanted=_MOST_RANKS,
+            found=view.saved_by,
+        )
     view.same = view.saved_by == ranks.world
     view.mine = {**view.shared, **view.own.get(ranks.rank, {})} if view.same else view.shared
     return view

@@ -10,7 +10,8 @@ from torch.optim import Optimizer
 
 from dcp_storage.per_rank import PREFIX, PerRank, RngState
 from dcp_storage.state_findings import Own, Part
-from dcp_storage.state_models import ModulePart, OptimizerPart
+from dcp_storage.state_models import ModulePart
+from dcp_storage.state_optimizers import OptimizerPart
 from dcp_storage.state_tree import Path, flatten, key_of, set_at
 from dcp_storage.state_values import RngPart, StatefulPart, TreePart
 

@@ -229,6 +229,13 @@ class Store(abc.ABC):
         MAY write and remove a scratch object whose name begins with ``.claim.``.
         """
 
+    def make_durable(self, names: Iterable[str]) -> None:  # noqa: B027 - true of most stores without a request
+        """Makes objects durable that others wrote, their bytes and names: nothing to do where what can be seen is so.
+
+        Raises:
+            ObjectNotFoundError: one is not there; a store that has nothing to do need not look.
+        """
+
     def close(self) -> None:  # noqa: B027 - most stores have nothing to close
         """Ends connections that only this object uses. The store is not used afterwards."""
 
@@ -290,6 +297,9 @@ class WrappedStore(Store):
 
     def now(self) -> float:
         return self.inner.now()
+
+    def make_durable(self, names: Iterable[str]) -> None:
+        self.inner.make_durable(names)
 
     def close(self) -> None:
         self.inner.close()

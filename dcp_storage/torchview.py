@@ -22,7 +22,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_storage.codec import dtype_named, name_of_dtype
-from dcp_storage.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError
+from dcp_storage.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+    UntrustedDataError,
+)
 from dcp_storage.pickles import load_plain
 from dcp_storage.records import (
     FORMAT,
@@ -214,8 +219,7 @@ def _stock_entry(key: str, entry: TensorEntry | BytesEntry, path: str | None, ch
     if isinstance(entry, BytesEntry):
         return BytesStorageMetadata()
     dtype = dtype_named(entry.dtype)
-    layout = getattr(torch, entry.layout, None) if entry.layout.isidentifier() else None
-    memory_format = getattr(torch, entry.memory_format, None) if entry.memory_format.isidentifier() else None
+    layout, memory_format = vars(torch).get(entry.layout), vars(torch).get(entry.memory_format)
     if dtype is None or not isinstance(layout, torch.layout) or not isinstance(memory_format, torch.memory_format):
         raise IncompatibleCheckpointError(
             f"The tensor {key!r} is of dtype {entry.dtype}, layout {entry.layout}, memory format "
@@ -237,7 +241,9 @@ def _stock_entry(key: str, entry: TensorEntry | BytesEntry, path: str | None, ch
 
 
 def _is_path(value: Any) -> bool:
-    return type(value) is tuple and all(type(part) in (str, int) for part in value)
+    return type(value) is tuple and all(
+        type(part) is str or (type(part) is int and abs(part) < 1 << 63) for part in value
+    )
 
 
 def _planner_data(data: Any) -> PlannerData | None:
@@ -246,7 +252,10 @@ def _planner_data(data: Any) -> PlannerData | None:
     if type(data) is dict and all(type(key) is str and _is_path(path) for key, path in data.items()):
         return PlannerData(paths=data)
     opaque = io.BytesIO()
-    pickle.dump(data, opaque, protocol=4)
+    try:
+        pickle.dump(data, opaque, protocol=4)
+    except RecursionError as error:
+        raise UntrustedDataError("The planner's data is nested too deeply to be kept.", cause=error) from error
     return PlannerData(opaque=opaque.getvalue(), crc32=zlib.crc32(opaque.getvalue()))
 
 

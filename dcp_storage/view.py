@@ -5,8 +5,8 @@ from __future__ import annotations
 import zlib
 
 from dcp_storage import names
-from dcp_storage.current import read_current, read_manifest
-from dcp_storage.errors import CheckpointError
+from dcp_storage.current import read_current, read_standing
+from dcp_storage.errors import CheckpointError, CheckpointReplacedError
 from dcp_storage.records import ManifestRef
 from dcp_storage.store import Store
 from dcp_storage.torchview import stock_pickle
@@ -34,7 +34,10 @@ def settle_view(store: Store, says: ManifestRef | None) -> None:
         if current is None or wanted is None:
             store.delete([names.STOCK_VIEW])
         else:
-            data, _ = stock_pickle(read_manifest(store, current))
+            try:
+                data, _ = stock_pickle(read_standing(store, current))
+            except CheckpointReplacedError:
+                continue
             store.put(names.STOCK_VIEW, [memoryview(data)], crc32=zlib.crc32(data))
         says = wanted
     raise CheckpointError(

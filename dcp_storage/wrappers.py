@@ -105,6 +105,10 @@ class RequestStore(WrappedStore, abc.ABC):
     def now(self) -> float:
         return self.request(Request("now"), self.inner.now)
 
+    def make_durable(self, names: Iterable[str]) -> None:
+        given = tuple(names)
+        self.request(Request("make_durable", names=given), lambda: self.inner.make_durable(given))
+
 
 class RequestUpload(Upload):
     """The upload of a :class:`RequestStore`: each call passes through the store's :meth:`RequestStore.request`."""

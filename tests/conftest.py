@@ -21,5 +21,9 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """A pool that runs a function on any number of real gloo ranks."""
-    with RankPool(preload=("pytest", "dcp_storage.reader", "dcp_storage.writer")) as pool:
+    stores = (
+        "dcp_storage.stores.s3",
+        "dcp_storage.stores.gcs",
+    )  # a second of imports, else in every rank that needs it
+    with RankPool(preload=("pytest", "dcp_storage.reader", "dcp_storage.writer", *stores)) as pool:
         yield pool

@@ -46,7 +46,7 @@ PUBLIC = [
 MIB = 1024 * 1024
 COMMON = {
     "engine": "fsspec",
-    "max_concurrency": 8,
+    "max_concurrency": 16,
     "part_size": 16 * MIB,
     "memory_budget": 256 * MIB,
     "attempts": 6,

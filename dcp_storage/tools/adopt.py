@@ -27,10 +27,20 @@ from dcp_storage.errors import (
 )
 from dcp_storage.options import KIB, LoadOptions
 from dcp_storage.pickles import load_metadata
-from dcp_storage.records import FileRecord, ItemRecord, Manifest, ManifestRef, block_size, encode_manifest
+from dcp_storage.records import (
+    MAX_MANIFEST,
+    FileRecord,
+    ItemRecord,
+    Manifest,
+    ManifestRef,
+    block_size,
+    decode_manifest,
+    encode_manifest,
+)
 from dcp_storage.session import phase
 from dcp_storage.store import Atomicity, Entry, Store
 from dcp_storage.tools.crew import Crew
+from dcp_storage.tools.drawing import count_text
 from dcp_storage.tools.opening import Folder, folder_at
 from dcp_storage.tools.reports import ToolReport
 from dcp_storage.tools.streams import FileSums, Part, layouts
@@ -113,6 +123,8 @@ def adopt_folder(folder: Folder, *, data: bool = False, callback: Callback | Non
             with phase(report, "data"):
                 manifest = _with_sums(report, store, manifest, folder, callback)
         with phase(report, "commit"):
+            # Whoever wrote these files may have left them to the page cache (stock's sync_files=False): invariant I2.
+            store.make_durable(record.name for record in manifest.files)
             _commit(report, store, manifest)
     finally:
         opened.count_into(report)
@@ -127,7 +139,7 @@ def _read_stock(store: Store, folder: Folder) -> Manifest:
         raise nothing_committed(store, None) from error
     _refuse(store, entries)
     sizes = {e.name: e.size for e in entries}
-    data = store.read(names.STOCK_VIEW, limit=sizes[names.STOCK_VIEW])
+    data = store.read(names.STOCK_VIEW, limit=min(sizes[names.STOCK_VIEW], MAX_MANIFEST))
     trusted = folder.options.trusted_globals if isinstance(folder.options, LoadOptions) else ()
     metadata = load_metadata(data, trusted_globals=trusted, path=store.url)
     try:
@@ -148,8 +160,14 @@ def _refuse(store: Store, entries: Sequence[Entry]) -> None:
                 "be what is left of it. Move what stock torch wrote to a folder of its own and adopt it there.",
                 path=store.url,
             )
+        if current is None:
+            raise CheckpointExistsError(
+                f"{store.url}: {names.commit_name(numbers[0])} is there but torn or altered: this was no checkpoint of "
+                "stock torch. Restore that object from a copy.",
+                path=store.url,
+            )
         raise CheckpointExistsError(
-            f"{store.url} holds a commit ({names.commit_name(numbers[0])}) already: there is nothing to adopt.",
+            f"{store.url} holds a commit ({names.commit_name(current.number)}) already: there is nothing to adopt.",
             path=store.url,
         )
     listed = {e.name for e in entries}
@@ -176,7 +194,9 @@ def _with_rank(record: FileRecord) -> FileRecord:
 def _commit(report: Adoption, store: Store, manifest: Manifest) -> None:
     token = names.new_token()
     encoded = encode_manifest(manifest)
-    ref = ManifestRef(names.manifest_name(token), len(encoded), zlib.crc32(encoded))
+    name = names.manifest_name(token)
+    decode_manifest(encoded, path=store.url, file=names.STOCK_VIEW)  # what no load would take must not be committed
+    ref = ManifestRef(name, len(encoded), zlib.crc32(encoded))
     store.put(ref.name, [memoryview(encoded)], crc32=ref.crc32)
     commit = new_commit(
         1,
@@ -188,7 +208,8 @@ def _commit(report: Adoption, store: Store, manifest: Manifest) -> None:
     create_commit(store, commit)
     report.commit = 1
     checked = "sizes and CRC-32s" if report.bytes_read or not report.nbytes else "sizes"
-    report.says = f"unchanged from now on, by the {checked} of {report.files} files; not that what is in them is right"
+    report.says = f"unchanged from now on, by the {checked} of {count_text(report.files, 'file')}; not that "
+    report.says += "what is in them is right"
     if report.single_writer:
         report.warn(
             f"{report.path}: this store cannot refuse a second writer; the commit holds as long as no other job saves "
@@ -209,7 +230,7 @@ def _with_sums(
         callback.set_size(report.nbytes)
     # Blocks are laid out with sums of nothing, which those of what is there then replace.
     laid_out = msgspec.structs.replace(manifest, items=tuple(_with_blocks(item) for item in manifest.items))
-    sums = [FileSums(layout) for layout in layouts(laid_out)]
+    sums = [FileSums(layout, known=False) for layout in layouts(laid_out)]
     lock = threading.Lock()
 
     def read(found: FileSums, part: Part) -> None:
@@ -250,13 +271,13 @@ def _with_blocks(item: ItemRecord) -> ItemRecord:
 
 def _summed(found: FileSums) -> Iterator[tuple[ItemRecord, ItemRecord]]:
     """Each item that has bytes, as it was laid out and with its sums."""
-    cells: dict[int, list[tuple[int, int]]] = {}
+    cells: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for cell, crc in zip(found.layout.cells, found.of_cells(), strict=True):
         if cell.item is not None:
-            cells.setdefault(id(cell.item), []).append(crc)
+            cells.setdefault((cell.item.offset, cell.item.length), []).append(crc)
     for item in found.layout.items:
         if item.length:
-            blocks = cells[id(item)]
+            blocks = cells[item.offset, item.length]
             whole = combine_all(blocks)
             sums = tuple(crc for crc, _ in blocks)
             yield item, msgspec.structs.replace(item, crc32=whole, payload_crc32=whole, blocks=sums)

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from fsspec.callbacks import Callback
 
-from dcp_storage.errors import CheckpointNotFoundError
+from dcp_storage.errors import StoreError
 from dcp_storage.names import CLAIM, new_token
 from dcp_storage.options import MIB, SaveOptions
 from dcp_storage.store import Store
 from dcp_storage.tools.crew import Crew
-from dcp_storage.tools.opening import Folder, folder_at
+from dcp_storage.tools.opening import Folder, folder_at, must_be_there
 from dcp_storage.tools.reports import ToolReport
 
 __all__ = ["BenchReport", "Figure", "bench", "bench_folder"]
@@ -97,6 +97,7 @@ def bench(
 
     Raises:
         CheckpointNotFoundError: the local folder does not exist.
+        InvalidLocationError: it is a file.
         ValueError: ``seconds`` or ``max_bytes`` is too small to measure anything.
         StoreError: the store failed.
     """
@@ -111,11 +112,7 @@ def bench(
 def bench_folder(folder: Folder, seconds: float, max_bytes: int, callback: Callback | None = None) -> BenchReport:
     """As :func:`bench`, of a folder that may be opened through a wrapper."""
     report = BenchReport(folder.location.url)
-    if folder.location.protocol == "file" and not Path(folder.location.path).is_dir():
-        raise CheckpointNotFoundError(
-            f"{report.path}: there is no such folder; make it first, so that nothing has to be left behind.",
-            path=report.path,
-        )
+    must_be_there(folder)
     opened = folder.open()
     runs = len(_CONCURRENCIES) + len(_PART_SIZES) - 1
     if callback is not None:
@@ -132,6 +129,11 @@ def bench_folder(folder: Folder, seconds: float, max_bytes: int, callback: Callb
                 _tell(callback)
         same = [f for f in report.figures if f.concurrency == report.max_concurrency]
         report.part_size = _least(same, lambda f: f.part_size)
+    except StoreError:
+        with contextlib.suppress(StoreError):  # what went wrong first is the one to see
+            trial.clean()
+        trial.names = []
+        raise
     finally:
         trial.clean()
         opened.count_into(report)

@@ -39,6 +39,7 @@ from dcp_storage.session import phase
 from dcp_storage.store import Store
 from dcp_storage.tools.copy_files import Job, send_files
 from dcp_storage.tools.copy_journal import Earlier, Journal, names_for, read_earlier
+from dcp_storage.tools.drawing import count_text
 from dcp_storage.tools.opening import Folder, folder_at
 from dcp_storage.tools.reports import ToolReport
 from dcp_storage.tools.streams import layouts
@@ -153,16 +154,25 @@ def _read_source(store: Store) -> tuple[Current, Manifest, ManifestRef]:
                     f"{store.url}: saved without collectives, rank by rank; there is no commit of the whole that could "
                     "be copied. Load it and save it with collectives."
                 )
-            elif any(names.is_stock_view(e.name) for e in entries):
+            elif not list_commits(entries) and any(names.is_stock_view(e.name) for e in entries):
                 missing.message = f"{missing.message} To copy it, adopt it first."
         raise missing
-    manifest = read_manifest(store, current)
     try:
+        manifest = read_manifest(store, current)
         check_sizes(store, manifest, [record.name for record in manifest.files])
     except CorruptCheckpointError as error:
         found = blame(store, current.number, error)
-        raise found from None if found is error else error
+        raise _advised(found, "Nothing was copied.") from None if found is error else error
     return current, manifest, current.commit.manifest
+
+
+def _advised(error: CheckpointError, said: str) -> CheckpointError:
+    """The error with what became of the copy, and what to do where the source itself is damaged."""
+    if isinstance(error, CorruptCheckpointError):
+        said = f"{said} Restore the file from a copy, or copy an older checkpoint; verify says what else is wrong."
+    error.message = f"{error.message} {said}"
+    error.args = (error.message,)
+    return error
 
 
 class _Copy:
@@ -200,7 +210,7 @@ class _Copy:
             )
             begin(attempt, Steps(begin=BEGIN))
             report.single_writer = attempt.single_writer
-            earlier = read_earlier(self.dst, attempt.listing, self.manifest, self.ref, attempt.number, self.dst.now())
+            earlier = read_earlier(self.dst, attempt.listing, self.manifest, self.ref, attempt.number)
             journal = Journal(self.dst, attempt.token)
             journal.begin(self.ref, attempt.number, plain=attempt.plain)
         with phase(report, "send"):
@@ -248,22 +258,15 @@ class _Copy:
             send_files(self.src, self.dst, jobs, self.options, sent=self._tell, done=done)
         except CorruptCheckpointError as error:
             found = blame(self.src, self.current.number, error)
-            raise self._to_go_on(found) from None if found is error else error
+            raise _advised(found, f"Nothing was committed at {self.dst.url}.") from None if found is error else error
         except CheckpointError as error:
-            raise self._to_go_on(error) from error.__cause__
+            kept = f"{report.files_sent + report.files_resumed} of {count_text(report.files, 'file')}"
+            said = f"{kept} are there whole, and the same copy run again goes on from there."
+            raise _advised(error, f"Nothing was committed at {self.dst.url}; {said}") from error.__cause__
         records = (
             msgspec.structs.replace(record, name=name) for record, name in zip(self.manifest.files, wanted, strict=True)
         )
         return msgspec.structs.replace(self.manifest, files=tuple(records))
-
-    def _to_go_on(self, error: CheckpointError) -> CheckpointError:
-        kept = self.report.files_sent + self.report.files_resumed
-        error.message = (
-            f"{error.message} Nothing was committed at {self.dst.url}; {kept} of {self.report.files} files are there "
-            "whole, and the same copy run again goes on from there."
-        )
-        error.args = (error.message,)
-        return error
 
     def _tell(self, count: int) -> None:
         with self.lock:

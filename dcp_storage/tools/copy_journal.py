@@ -138,9 +138,7 @@ class Earlier:
         return token in self.authors or (token == "distcp" and claim_author in self.plain)
 
 
-def read_earlier(
-    store: Store, entries: Iterable[Entry], manifest: Manifest, ref: ManifestRef, number: int, now: float
-) -> Earlier:
+def read_earlier(store: Store, entries: Iterable[Entry], manifest: Manifest, ref: ManifestRef, number: int) -> Earlier:
     """Finds what earlier runs of this copy left, and which of their files can be counted on.
 
     Args:
@@ -149,9 +147,9 @@ def read_earlier(
         manifest: of the source.
         ref: of the source's manifest.
         number: the highest commit number in the listing; runs that aimed at another one are over.
-        now: the store's clock.
     """
     listed = {e.name: e for e in entries}
+    now: float | None = None  # a request, for the clock is the store's; most copies find nothing to ask it for
     heads: dict[str, _Head] = {}
     segments: list[_Segment] = []
     noted: dict[str, list[str]] = {}
@@ -164,13 +162,10 @@ def read_earlier(
         noted.setdefault(note.author, []).append(name)
         if isinstance(note, _Segment):
             segments.append(note)
-        elif (
-            note.manifest == (ref.size, ref.crc32)
-            and note.number == number
-            and entry.modified is not None
-            and now - entry.modified <= RESUME_WITHIN
-        ):
-            heads[note.author] = note
+        elif note.manifest == (ref.size, ref.crc32) and note.number == number and entry.modified is not None:
+            now = store.now() if now is None else now
+            if now - entry.modified <= RESUME_WITHIN:
+                heads[note.author] = note
     earlier = Earlier(authors=set(heads), plain={head.author for head in heads.values() if head.plain})
     earlier.notes = [name for author in heads for name in noted[author]]
     records = {record.name: record for record in manifest.files}

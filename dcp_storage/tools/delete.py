@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 from dcp_storage import names
-from dcp_storage.current import check_sizes, nothing_committed, read_current, read_manifest
+from dcp_storage.current import check_sizes, nothing_committed, read_current, read_manifest, read_standing
 from dcp_storage.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -27,13 +27,14 @@ from dcp_storage.fence import (
     choose_all,
     drop_files,
     drop_listed_view,
+    drop_uploads,
     drop_view,
     fence_prune,
     fence_void,
     list_folder,
 )
 from dcp_storage.options import LoadOptions
-from dcp_storage.store import Store
+from dcp_storage.store import Entry, Store
 from dcp_storage.tools.describe import COMMITTED
 from dcp_storage.tools.opening import Folder, folder_at
 from dcp_storage.tools.reports import ToolReport
@@ -175,7 +176,7 @@ def refuse_busy(sweep: Sweep) -> None:
 
 
 def choose_dead(sweep: Sweep) -> None:
-    """For a delete that was killed: what is older than the void, if nothing younger is there.
+    """For a delete that was killed: files and open uploads that are older than the void, if no younger file is there.
 
     Whatever was written before the void belongs to what was deleted, or to an attempt that the void has ended, so no
     grace is needed. The store's clock may count whole seconds: what is as old as the void waits for the grace.
@@ -187,8 +188,13 @@ def choose_dead(sweep: Sweep) -> None:
         return
     void = listed[names.commit_name(sweep.current.number)]
     loose = [e for e in sweep.listing if names.is_ours(e.name) and not names.commit_number(e.name)]
-    if all(e.modified is not None and void.modified is not None and e.modified < void.modified for e in loose):
+
+    def is_older(entry: Entry) -> bool:
+        return entry.modified is not None and void.modified is not None and entry.modified < void.modified
+
+    if loose and all(map(is_older, loose)):
         sweep.doomed = loose
+        sweep.uploads = [e.name for e in sweep.store.open_uploads() if names.is_ours(e.name) and is_older(e)]
 
 
 RETIRE: tuple[Step, ...] = (
@@ -206,7 +212,15 @@ RETIRE: tuple[Step, ...] = (
 FORCED: tuple[Step, ...] = tuple(step for step in RETIRE if step is not refuse_busy)
 """The same, whether or not a save is under way."""
 
-FINISH: tuple[Step, ...] = (list_folder, choose_dead, check_right, fence_prune, drop_listed_view, drop_files)
+FINISH: tuple[Step, ...] = (
+    list_folder,
+    choose_dead,
+    check_right,
+    fence_prune,
+    drop_uploads,
+    drop_listed_view,
+    drop_files,
+)
 """How a delete that was killed after its void is finished, behind a void of its own."""
 
 
@@ -262,7 +276,7 @@ def still_committed(run: Run, found: StepFolder) -> bool:
 def _named(sweep: Sweep) -> set[str]:
     if sweep.live is None or sweep.live.commit.manifest is None:
         return set()
-    manifest = read_manifest(sweep.store, sweep.live)
+    manifest = read_standing(sweep.store, sweep.live)
     return {names.STOCK_VIEW, sweep.live.commit.manifest.name, *(record.name for record in manifest.files)}
 
 

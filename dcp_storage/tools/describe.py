@@ -160,7 +160,8 @@ def describe(
 ) -> Description:
     """Says what is in a folder, from its listing, its commit and its manifest; reads tensors only where asked to.
 
-    A folder without a commit that stands is described too, with a problem that says so.
+    A folder without a commit that stands is described too, with a problem that says so; so are files whose sizes are
+    not as committed. What is in the files is for ``verify``.
 
     Args:
         path: a checkpoint's folder.
@@ -233,7 +234,12 @@ def _look(report: Description, store: Store, folder: Folder) -> None:
     torn = max(list_commits(entries)) > current.number
     if torn:
         name = names.commit_name(max(list_commits(entries)))
-        report.problem("torn-commit", f"{name} cannot be read; commit {current.number} counts. Restore or prune it.")
+        report.problem(
+            "torn-commit",
+            f"It is torn or altered; commit {current.number} is what loads find. Restore it from a copy, or save again "
+            "with overwrite=True.",
+            file=name,
+        )
     try:
         manifest = read_manifest(store, current)
     except _UNREADABLE as error:
@@ -241,9 +247,21 @@ def _look(report: Description, store: Store, folder: Folder) -> None:
     report.state = COMMITTED
     report.says = f"committed at {current.commit.time} by {_ranks(current.commit.world_size)} (commit {current.number})"
     _fill(report, [manifest])
+    _note_sizes(report, entries)
     named = {*report.files, current.commit.manifest.name, names.STOCK_VIEW}
     report.leftovers = {n: e.size for n, e in ours.items() if not names.commit_number(n) and n not in named}
     return None
+
+
+def _note_sizes(report: Description, entries: Sequence[Entry]) -> None:
+    """Files that the listing, which was made anyway, shows not to be as committed."""
+    sizes = {e.name: e.size for e in entries}
+    for name, wanted in report.files.items():
+        found = sizes.get(name)
+        if found != wanted:
+            kind = "missing" if found is None else "short" if found < wanted else "long"
+            advice = "Restore it from a copy, or use an older checkpoint; verify says which keys are concerned."
+            report.problem(kind, advice, file=name, wanted=wanted, found=found)
 
 
 def _ranks(count: int) -> str:
@@ -253,7 +271,10 @@ def _ranks(count: int) -> str:
 def _damaged(report: Description, error: CheckpointError) -> None:
     report.state = DAMAGED
     report.says = str(error)
-    report.problems.append(problem_of(error))
+    advice = "Nothing can be loaded as it is: restore the file from a copy, or use an older checkpoint."
+    if isinstance(error, IncompatibleCheckpointError):
+        advice = str(error)
+    report.problems.append(problem_of(error, advice))
 
 
 def _not_committed(report: Description, error: CheckpointNotFoundError, ours: Mapping[str, Entry], says: str) -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from dcp_storage.errors import CheckpointNotFoundError, StoreError
+from fsspec.callbacks import Callback
+
+from dcp_storage.errors import StoreError
 from dcp_storage.options import SaveOptions
 from dcp_storage.session import phase
 from dcp_storage.tools.doctor_checks import CHECKS, Answer, Bench, Failed
-from dcp_storage.tools.opening import Folder, folder_at
+from dcp_storage.tools.opening import Folder, folder_at, must_be_there
 from dcp_storage.tools.reports import ToolReport
 
 __all__ = ["Diagnosis", "doctor", "doctor_folder"]
@@ -44,6 +45,7 @@ def doctor(
     *,
     storage_options: Mapping[str, Any] | None = None,
     options: SaveOptions = _OPTIONS,
+    callback: Callback | None = None,
 ) -> Diagnosis:
     """Asks a store whether it keeps what checkpoints need of it.
 
@@ -55,23 +57,23 @@ def doctor(
         url: a folder of the store, best the one that runs will go to. A local folder must be there.
         storage_options: handed to fsspec.
         options: retries and deadlines. Default: two attempts, 30 seconds.
+        callback: an fsspec Callback that is told of questions answered.
 
     Raises:
         CheckpointNotFoundError: the local folder does not exist.
+        InvalidLocationError: it is a file.
         StoreError: nothing can be written there at all.
     """
-    return doctor_folder(folder_at(url, storage_options, options))
+    return doctor_folder(folder_at(url, storage_options, options), callback)
 
 
-def doctor_folder(folder: Folder) -> Diagnosis:
+def doctor_folder(folder: Folder, callback: Callback | None = None) -> Diagnosis:
     """As :func:`doctor`, of a folder that may be opened through a wrapper."""
     report = Diagnosis(folder.location.url)
-    if folder.location.protocol == "file" and not Path(folder.location.path).is_dir():
-        raise CheckpointNotFoundError(
-            f"{report.path}: there is no such folder; make it first, so that nothing has to be left behind.",
-            path=report.path,
-        )
+    must_be_there(folder)
     opened = folder.open()
+    if callback is not None:
+        callback.set_size(len(CHECKS))
     try:
         with Bench(opened.store) as bench:
             for name, check in CHECKS:
@@ -85,6 +87,8 @@ def doctor_folder(folder: Folder) -> Diagnosis:
                             raise  # the first write: there is nothing to examine
                         answer = Answer(name, False, str(error), "This request is one that saves or loads depend on.")
                 report.answers.append(answer)
+                if callback is not None:
+                    callback.relative_update(1)
                 if answer.ok is False:
                     report.problem(name, answer.means, found=answer.found)
         report.create_if_absent = bench.create_if_absent

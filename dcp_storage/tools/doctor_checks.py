@@ -97,6 +97,10 @@ class Bench:
         except KeyboardInterrupt:  # pressed once more: what lies on the store goes all the same
             self._clean()
             raise
+        except StoreError:
+            if error is None:
+                raise
+            return  # what went wrong first is the one to see: a store that cannot be written to, say
         if isinstance(error, KeyboardInterrupt):
             self._clean()  # a request that was let go of may have arrived behind the first delete
 

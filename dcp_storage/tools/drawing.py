@@ -1,11 +1,11 @@
-"""How a tensor is cut over files, drawn with plain characters (pure)."""
+"""How a tensor is cut over files, drawn with plain characters; sizes and counts as text (pure)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Box", "draw", "size_text"]
+__all__ = ["Box", "count_text", "draw", "size_text"]
 
 _ROWS, _COLUMNS = 12, 6  # bands drawn at most, per direction
 _CORNERS = {  # (up, down, left, right): which of the four lines meet here
@@ -27,6 +27,11 @@ class Box:
     label: str
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
+
+
+def count_text(number: int, what: str) -> str:
+    """How many of something: ``"1 file"``, ``"2 files"``."""
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def size_text(nbytes: int) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fsspec.callbacks import Callback
+
 from dcp_storage import names
 from dcp_storage.errors import CheckpointNotFoundError
 from dcp_storage.options import LoadOptions
@@ -72,6 +74,7 @@ def list_run(
     *,
     storage_options: Mapping[str, Any] | None = None,
     options: LoadOptions = LoadOptions(),  # noqa: B008 - frozen
+    callback: Callback | None = None,
 ) -> Listing:
     """Lists the steps of a run: one listing of the root, and two requests for each step.
 
@@ -79,17 +82,18 @@ def list_run(
         root: the run's folder, whose sub-folders are ``step-<n>``.
         storage_options: handed to fsspec.
         options: concurrency and retries.
+        callback: an fsspec Callback that is told of folders looked at.
 
     Raises:
         CheckpointNotFoundError: there are no steps; says so where the folder is itself a checkpoint.
         StoreError: the store failed.
     """
-    return list_folder(folder_at(root, storage_options, options))
+    return list_folder(folder_at(root, storage_options, options), callback)
 
 
-def list_folder(folder: Folder) -> Listing:
+def list_folder(folder: Folder, callback: Callback | None = None) -> Listing:
     """As :func:`list_run`, of a folder that may be opened through a wrapper."""
-    run = Run(folder)
+    run = Run(folder, callback)
     found = run.survey()
     if not found:
         itself = run.look_itself()

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+from fsspec.callbacks import Callback
+
 from dcp_storage import names
 from dcp_storage.current import list_commits
 from dcp_storage.errors import (
@@ -90,6 +92,7 @@ def prune(
     storage_options: Mapping[str, Any] | None = None,
     assume_single_writer: bool = False,
     options: LoadOptions = LoadOptions(),  # noqa: B008 - frozen
+    callback: Callback | None = None,
 ) -> PruneReport:
     """Deletes the steps of a run that a rule lets go, and what dead attempts left in its folders; a dry run by default.
 
@@ -109,6 +112,7 @@ def prune(
         assume_single_writer: needed on stores that cannot refuse a second create: your word that no job writes here
             now. Default False.
         options: concurrency, retries and deadlines.
+        callback: an fsspec Callback that is told of folders looked at, and pruned.
 
     Returns:
         The report; ``ok`` is False where a damaged step was found, or a folder could not be pruned.
@@ -124,12 +128,21 @@ def prune(
         grace=seconds_of(grace),
         apply=apply,
         assume_single_writer=assume_single_writer,
+        callback=callback,
     )
 
 
-def prune_at(folder: Folder, rule: Rule, *, grace: float, apply: bool, assume_single_writer: bool) -> PruneReport:
+def prune_at(
+    folder: Folder,
+    rule: Rule,
+    *,
+    grace: float,
+    apply: bool,
+    assume_single_writer: bool,
+    callback: Callback | None = None,
+) -> PruneReport:
     """As :func:`prune`, of a folder that may be opened through a wrapper; the grace in seconds."""
-    run = Run(folder)
+    run = Run(folder, callback)
     report = PruneReport(run.url, applied=apply)
     word = assume_single_writer
     which = [(step, name) for step, named in run.folders().items() for name in named]

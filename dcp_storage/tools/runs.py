@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from fsspec.callbacks import Callback
+
 from dcp_storage import names
 from dcp_storage.current import Current, list_commits, read_current
 from dcp_storage.errors import CheckpointError, CheckpointNotFoundError, IncompatibleCheckpointError, NotCommittedError
@@ -129,14 +131,16 @@ class Run:
 
     Args:
         folder: the run's root.
+        callback: an fsspec Callback that is told of folders done, where many are looked at.
 
     Attributes:
         requests: requests that were sent so far.
         retries: of these, how many were tried again.
     """
 
-    def __init__(self, folder: Folder) -> None:
+    def __init__(self, folder: Folder, callback: Callback | None = None) -> None:
         self.folder = folder
+        self.callback = callback
         self.requests = 0
         self.retries = 0
         self._lock = threading.Lock()
@@ -271,9 +275,16 @@ class Run:
         those under way have ended, and no more are begun.
         """
         todo = list(given)
+        done: list[U] = []
+        if self.callback is not None:
+            self.callback.set_size((self.callback.size or 0) + len(todo))
         pool = ThreadPoolExecutor(max(min(self.folder.options.max_concurrency, len(todo)), 1))
         try:
-            return list(pool.map(work, todo))
+            for found in pool.map(work, todo):
+                done.append(found)
+                if self.callback is not None:
+                    self.callback.relative_update(1)
+            return done
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 

@@ -9,8 +9,11 @@ file are then put together from those of the cells.
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+
+import msgspec
 
 from dcp_storage.crc import combine_all, crc32
 from dcp_storage.records import FileRecord, ItemRecord, Manifest
@@ -19,8 +22,7 @@ from dcp_storage.store import Store
 __all__ = ["Cell", "Damage", "FileSums", "Layout", "Part", "layouts", "read_part"]
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(msgspec.Struct, frozen=True):
     """A run of bytes of a file.
 
     Attributes:
@@ -103,12 +105,9 @@ class Layout:
             yield Part(start, stop)
             start = stop
 
-    def between(self, start: int, stop: int) -> Iterator[Cell]:
+    def between(self, start: int, stop: int) -> Sequence[Cell]:
         """The cells that have bytes in ``[start, stop)``."""
-        place = bisect.bisect_right(self._borders, start)
-        while place < len(self.cells) and self.cells[place].start < stop:
-            yield self.cells[place]
-            place += 1
+        return self.cells[bisect.bisect_right(self._borders, start) : bisect.bisect_left(self._borders, stop) + 1]
 
 
 def layouts(manifest: Manifest) -> list[Layout]:
@@ -119,34 +118,70 @@ def layouts(manifest: Manifest) -> list[Layout]:
     out = []
     for record, found in zip(manifest.files, items, strict=True):
         found.sort(key=lambda i: (i.offset, i.offset + i.length))
-        out.append(Layout(record, list(_cells(record.size, found)), found))
+        # Tied weights have one place under several names: its bytes are looked at once.
+        distinct = {(i.offset, i.length): i for i in reversed(found)}
+        out.append(Layout(record, list(_cells(record.size, [*reversed(distinct.values())])), found))
     return out
 
 
-def _cells(size: int, items: Sequence[ItemRecord]) -> Iterator[Cell]:
+def _cells(size: int, items: Sequence[ItemRecord]) -> list[Cell]:
+    out: list[Cell] = []
     at = 0
     for item in items:
         if item.offset > at:
-            yield Cell(at, item.offset, None, None)
-        for cell in _cells_of(item):
-            if cell.stop > cell.start:
-                yield cell
+            out.append(Cell(at, item.offset, None, None))
+        out += [cell for cell in _cells_of(item) if cell.stop > cell.start]
         at = item.offset + item.length
     if at < size:
-        yield Cell(at, size, None, None)
+        out.append(Cell(at, size, None, None))
+    return out
 
 
-def _cells_of(item: ItemRecord) -> Iterator[Cell]:
+def _cells_of(item: ItemRecord) -> list[Cell]:
     if not item.blocks:
-        yield Cell(item.offset, item.offset + item.length, item.crc32, item)
-        return
-    first = item.offset + item.payload_offset
+        return [Cell(item.offset, item.offset + item.length, item.crc32, item)]
+    first, block = item.offset + item.payload_offset, item.block
     last = first + item.payload_length
-    yield Cell(item.offset, first, None, item)
-    for number, crc in enumerate(item.blocks):
-        start = first + number * item.block
-        yield Cell(start, min(start + item.block, last), crc, item)
-    yield Cell(last, item.offset + item.length, None, item)
+    starts = range(first, first + block * len(item.blocks), block)
+    blocks = [Cell(at, at + block, crc, item) for at, crc in zip(starts, item.blocks, strict=True)]
+    blocks[-1] = Cell(starts[-1], last, item.blocks[-1], item)  # which may be shorter
+    return [Cell(item.offset, first, None, item), *blocks, Cell(last, item.offset + item.length, None, item)]
+
+
+class _Span(msgspec.Struct):
+    """A run of bytes that is checksummed at once: whole cells of one item that have sums, or one share of a cell.
+
+    Attributes:
+        start: its first byte.
+        stop: one past its last.
+        item: whose bytes they are; None between items.
+        cells: CRC-32 and bytes of each whole cell, as committed; empty for a share that has no sum of its own.
+        crc32: of what is there.
+    """
+
+    start: int
+    stop: int
+    item: ItemRecord | None
+    cells: list[tuple[int, int]]
+    crc32: int = 0
+
+
+class _Look(msgspec.Struct):
+    """What one part turned out to be.
+
+    Attributes:
+        spans: in order.
+        pieces: CRC-32 and bytes of each cell's share.
+        crc32: of the part.
+        right: whether every cell that lies in it whole is as committed.
+        cuts: whether a cell with a sum of its own lies in it in part only.
+    """
+
+    spans: list[_Span]
+    pieces: list[tuple[int, int]]
+    crc32: int
+    right: bool
+    cuts: bool
 
 
 class FileSums:
@@ -154,36 +189,68 @@ class FileSums:
 
     Args:
         layout: the file.
+        known: False where the layout has cells, but no sums of them yet: then nothing is compared. Default True.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, *, known: bool = True) -> None:
         self.layout = layout
-        self._pieces: dict[int, list[tuple[int, int]]] = {}  # part's start → (CRC-32, bytes) of each cell's share
+        self._known = known
+        self._looks: dict[int, _Look] = {}  # by the part's start
 
     def look(self, part: Part, data: memoryview) -> bool:
         """Checksums a part; whether every cell that lies in it whole is as committed. A later look replaces this."""
-        pieces, right = [], True
-        for cell in self.layout.between(part.start, part.stop):
-            start, stop = max(cell.start, part.start), min(cell.stop, part.stop)
-            crc = crc32(data[start - part.start : stop - part.start])
-            pieces.append((crc, stop - start))
-            if cell.crc32 is not None and (start, stop) == (cell.start, cell.stop):
-                right = right and crc == cell.crc32
-        self._pieces[part.start] = pieces
+        spans, cuts = self._spans(part)
+        pieces: list[tuple[int, int]] = []
+        right = True
+        for span in spans:
+            run = data[span.start - part.start : span.stop - part.start]
+            span.crc32 = crc32(run)
+            if not span.cells:
+                pieces.append((span.crc32, span.stop - span.start))
+            elif span.crc32 == combine_all(span.cells):  # one sum for all of them: a call for each would cost as much
+                pieces += span.cells
+            else:
+                right, at = False, 0
+                for _, size in span.cells:
+                    pieces.append((crc32(run[at : at + size]), size))
+                    at += size
+        whole = combine_all([(span.crc32, span.stop - span.start) for span in spans])
+        self._looks[part.start] = _Look(spans, pieces, whole, right, cuts)
         return right
+
+    def _spans(self, part: Part) -> tuple[list[_Span], bool]:
+        spans: list[_Span] = []
+        cuts = False
+        run: list[tuple[int, int]] | None = None  # the cells of the last span, where more of its item may follow
+        for cell in self.layout.between(part.start, part.stop):
+            crc = cell.crc32 if self._known else None
+            if crc is None or cell.start < part.start or cell.stop > part.stop:
+                cuts = cuts or crc is not None
+                spans.append(_Span(max(cell.start, part.start), min(cell.stop, part.stop), cell.item, []))
+                run = None
+            elif run is not None and spans[-1].item is cell.item:
+                run.append((crc, cell.stop - cell.start))
+                spans[-1].stop = cell.stop
+            else:
+                run = [(crc, cell.stop - cell.start)]
+                spans.append(_Span(cell.start, cell.stop, cell.item, run))
+        return spans, cuts
 
     def crc32_of(self, part: Part) -> int:
         """The CRC-32 of a part that was looked at."""
-        return combine_all(self._pieces[part.start])
+        return self._looks[part.start].crc32
+
+    def _in_order(self) -> list[_Look]:
+        return [self._looks[start] for start in sorted(self._looks)]
 
     @property
     def crc32(self) -> int:
         """The CRC-32 of the whole file, all of whose parts were looked at."""
-        return combine_all([piece for start in sorted(self._pieces) for piece in self._pieces[start]])
+        return combine_all([(look.crc32, look.spans[-1].stop - look.spans[0].start) for look in self._in_order()])
 
     def of_cells(self) -> list[tuple[int, int]]:
         """CRC-32 and bytes of every cell of the layout, in order; all parts were looked at."""
-        pieces = iter([piece for start in sorted(self._pieces) for piece in self._pieces[start]])
+        pieces = iter([piece for look in self._in_order() for piece in look.pieces])
         sums = []
         for cell in self.layout.cells:
             shares, missing = [], cell.stop - cell.start
@@ -196,6 +263,8 @@ class FileSums:
 
     def damages(self) -> list[Damage]:
         """All that is not as committed."""
+        if self._is_sound():
+            return []
         out: list[Damage] = []
         sums = self.of_cells()
         # Where a cell is known to be damaged its committed sum stands in for it, so that one damage hides no other.
@@ -223,6 +292,21 @@ class FileSums:
         if record.crc32 is not None and (found := combine_all(whole)) != record.crc32:
             out.append(Damage("file", 0, record.size, None, record.crc32, found))
         return out
+
+    def _is_sound(self) -> bool:
+        """Whether nothing is wrong, from the sums of whole runs: what a file comes to that is as it should be."""
+        looks = self._in_order()
+        if any(look.cuts or not look.right for look in looks):
+            return False
+        spans = (span for look in looks for span in look.spans)
+        for _, of_one in itertools.groupby(spans, key=lambda span: id(span.item)):
+            row = list(of_one)
+            item = row[0].item
+            found = combine_all([(span.crc32, span.stop - span.start) for span in row])
+            if item is not None and item.crc32 is not None and found != item.crc32:
+                return False
+        record = self.layout.record
+        return record.crc32 is None or self.crc32 == record.crc32
 
 
 def read_part(store: Store, sums: FileSums, part: Part, data: memoryview) -> None:

@@ -48,7 +48,7 @@ class _Corner(LoadPlanner):
         for dim in range(len(sizes)):  # of many dimensions, the last ones are shown
             while sizes[dim] > 1 and torch.Size(sizes).numel() > _MOST_ELEMENTS:
                 sizes[dim] -= 1
-        self.found = torch.empty(sizes, dtype=entry.properties.dtype)
+        self.found = torch.empty(sizes, dtype=entry.properties.dtype, device="cpu")
         corner = ChunkStorageMetadata(torch.Size([0] * len(sizes)), torch.Size(sizes))
         return LoadPlan(create_read_items_for_chunk_list(self.key, entry, [corner]))
 

@@ -22,7 +22,7 @@ from dcp_storage.options import LoadOptions
 from dcp_storage.records import Manifest
 from dcp_storage.session import phase
 from dcp_storage.store import Entry, Store
-from dcp_storage.tools.drawing import size_text
+from dcp_storage.tools.drawing import count_text, size_text
 from dcp_storage.tools.opening import Folder, folder_at
 from dcp_storage.tools.reports import ToolReport, problem_of
 from dcp_storage.tools.verify_data import check_data
@@ -211,8 +211,7 @@ def _check_sizes(report: Verification, manifests: Sequence[Manifest], entries: S
             concerned = sorted(keys.get(number, ()))
             report.problem(
                 kind,
-                f"Restore {record.name} from a copy, or use an older checkpoint; loading any of the {len(concerned)} "
-                "keys with bytes in it is refused.",
+                f"Restore {record.name} from a copy, or use an older checkpoint{_refused(concerned)}.",
                 file=record.name,
                 key=concerned[0] if len(concerned) == 1 else None,
                 wanted=record.size,
@@ -239,6 +238,15 @@ def _note_leftovers(report: Verification, manifests: Sequence[Manifest], entries
     loose = [e for e in entries if e.name.endswith(".distcp") and names.is_ours(e.name) and e.name not in named]
     if loose:
         report.warn(
-            f"{report.path}: {len(loose)} files with {size_text(sum(e.size for e in loose))} belong to no commit: left "
-            "by an interrupted save, or of one that is under way. prune removes them once they are old."
+            f"{report.path}: of no commit: {count_text(len(loose), 'file')} with "
+            f"{size_text(sum(e.size for e in loose))}, left by an interrupted save, or of one that is under way. prune "
+            "removes what is old."
         )
+
+
+def _refused(keys: Sequence[str]) -> str:
+    """What cannot be loaded for a file: the keys that have bytes in it."""
+    if not keys:
+        return ""
+    few = ", ".join(map(repr, keys)) if len(keys) <= 3 else f"{keys[0]!r} and {len(keys) - 1} more keys"
+    return f"; loading {few} is refused"

@@ -12,7 +12,7 @@ from dcp_storage.errors import CheckpointError, ObjectNotFoundError, StoreError
 from dcp_storage.pickles import load_metadata
 from dcp_storage.records import Manifest
 from dcp_storage.store import Entry, Store
-from dcp_storage.torchview import metadata_of, stock_pickle, stock_storage_data
+from dcp_storage.torchview import manifest_from_stock, metadata_of, stock_pickle, stock_storage_data
 from dcp_storage.view import settle_view
 
 __all__ = ["check_view"]
@@ -72,6 +72,10 @@ def _fault(store: Store, manifest: Manifest, sizes: dict[str, int]) -> str | Non
 def _same(view: Metadata, manifest: Manifest) -> bool:
     """Whether a view that another version of torch pickled says the same as the manifest."""
     wanted = metadata_of(manifest)
-    return bool(
-        view.storage_data == stock_storage_data(manifest) and view.state_dict_metadata == wanted.state_dict_metadata
-    )
+    if view.storage_data != stock_storage_data(manifest) or view.state_dict_metadata != wanted.state_dict_metadata:
+        return False
+    said = manifest_from_stock(view, {record.name: record.size for record in manifest.files})
+    planned = manifest.planner_data
+    opaque = planned is not None and planned.opaque is not None  # then it is not in every view
+    same_plan = opaque or said.planner_data == planned
+    return same_plan and (said.version, said.storage_meta) == (manifest.version, manifest.storage_meta)

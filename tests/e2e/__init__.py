@@ -117,8 +117,7 @@ class Place:
         """Keys of the open multipart uploads of the bucket; elsewhere there are none to list."""
         if self.server is None:
             return []
-        found = self.server.client.list_multipart_uploads(Bucket=self._key("")[0]).get("Uploads", [])
-        return [item["Key"] for item in found]
+        return [item["Key"] for item in self.server.open_uploads(self._key("")[0])]
 
     def shards(self) -> list[str]:
         """Names of the shard files, sorted."""

@@ -319,6 +319,22 @@ def test_the_number_is_that_of_the_first_listing() -> None:
     assert not [name for name in files_of(store) if B[2:] in name]
 
 
+def test_a_void_that_was_swept_under_a_save_ends_it() -> None:
+    """A save that began from a deleted checkpoint's number does not replace the one that began after the sweep."""
+    store = DictStore()
+    commit_now(store, A)
+    delete_folder(store)
+    slow = Saver(store, B)
+    slow.begin()
+    slow.write()
+    store.delete(list(files_of(store)))  # as a prune does it, once the void is older than the grace
+    commit_now(store, "c" * 16)
+    slow.write()
+    with pytest.raises(CheckpointExistsError, match="swept"):
+        slow.publish()
+    assert loaded_by(store) == {"c" * 16}
+
+
 def test_a_view_that_cannot_be_written_is_a_warning() -> None:
     """After the commit nothing fails the save any more; the report says what could not be done."""
     store = DictStore()

@@ -27,6 +27,9 @@ OURS = (
     # temporary files of a local store, whose process was killed before it could remove them
     f".claim.{T}",
     f".commit.{T}",
+    f".commit.2.{T}",
+    f".commit.10.{T}",
+    f".pin.{T}",
     f".metadata.{T}",
     f".manifest.{T}.{U}",
     f"__0.commit.{T}",

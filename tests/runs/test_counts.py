@@ -57,6 +57,7 @@ def test_each_step_looked_at_costs_two_requests() -> None:
     assert run.sent() == ["folders", "entries", "entries", "entries", "read"]
 
 
+@pytest.mark.slow
 def test_the_latest_of_a_thousand_steps_on_s3(moto: S3Endpoint, bucket: Callable[[S3Endpoint], str]) -> None:
     """As the server counts: one listing with a delimiter, one of the newest folder, one commit; every time."""
     name = bucket(moto)

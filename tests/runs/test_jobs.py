@@ -20,7 +20,7 @@ from tests.servers.endpoint import S3Endpoint
 Place = tuple[str, dict[str, Any]]
 
 
-@pytest.fixture(params=["local", "s3"])
+@pytest.fixture(params=["local", pytest.param("s3", marks=pytest.mark.slow)])
 def place(request: pytest.FixtureRequest, tmp_path: Path, bucket: Callable[[S3Endpoint], str]) -> Place:
     """The root of a run, on disk and on S3."""
     if request.param == "local":
@@ -53,7 +53,9 @@ def test_all_ranks_see_the_same(ranks: RankPool, tmp_path: Path) -> None:
     assert seen == [seen[0]] * 3
 
 
-@pytest.mark.parametrize(("whom", "late", "step"), [(0, False, 3), (2, False, 3), (1, True, 4)])
+@pytest.mark.parametrize(
+    ("whom", "late", "step"), [pytest.param(0, False, 3, marks=pytest.mark.slow), (2, False, 3), (1, True, 4)]
+)
 def test_sigterm_to_one_rank_saves_once_on_all(
     ranks: RankPool, tmp_path: Path, whom: int, late: bool, step: int
 ) -> None:

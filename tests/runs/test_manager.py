@@ -312,6 +312,7 @@ work()
     return done.returncode, done.stderr
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_waits_for_its_save(tmp_path: Path) -> None:
     """The save in the background commits and what need not be kept goes, although nobody waits; nothing is said."""
     steps = ("manager.save(1, state(1))", "manager.save(2, state(2))", "manager.async_save(3, state(3))")

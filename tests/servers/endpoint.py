@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from botocore.config import Config
+from botocore.exceptions import ClientError
 from botocore.session import get_session
 
 __all__ = ["S3Endpoint"]
@@ -23,7 +24,6 @@ class S3Endpoint:
         endpoint_url: its URL.
         key: an access key that it knows.
         secret: the key's secret.
-        lists_uploads: whether it can list open uploads.
         buckets: the buckets that were made through this object, in order.
     """
 
@@ -31,7 +31,6 @@ class S3Endpoint:
     endpoint_url: str
     key: str
     secret: str
-    lists_uploads: bool = True
     buckets: list[str] = field(default_factory=list, compare=False, repr=False)
 
     @property
@@ -63,3 +62,13 @@ class S3Endpoint:
         """Makes a bucket."""
         self.client.create_bucket(Bucket=name)
         self.buckets.append(name)
+
+    def open_uploads(self, bucket: str) -> list[dict[str, Any]]:
+        """The multipart uploads of a bucket that are neither completed nor aborted."""
+        pages = self.client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket)
+        try:
+            return [item for page in pages for item in page.get("Uploads", ())]
+        except ClientError as error:
+            if error.response["Error"]["Code"] == "NoSuchUpload":  # rclone's way to say that there are none
+                return []
+            raise

@@ -23,8 +23,7 @@ PART_NOTE = "dcp-storage-upload"
 
 def open_on_s3(server: S3Endpoint, bucket: str) -> list[str]:
     """Each multipart upload of a bucket that is neither completed nor aborted."""
-    pages = server.client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket)
-    found = [item for page in pages for item in page.get("Uploads", ())]
+    found = server.open_uploads(bucket)
     return [f"{server.name}: upload {item['UploadId']} of {bucket}/{item['Key']}" for item in found]
 
 
@@ -72,7 +71,7 @@ class Leftovers:
         for server in {id(server): server for server in self._servers}.values():
             if isinstance(server, GcsServer):
                 found.update(open_on_gcs(server))
-            elif server.lists_uploads:
+            else:
                 made = list(server.buckets)
                 for name in made[self._looked.get(id(server), 0) :]:
                     found.update(open_on_s3(server, name))

@@ -38,7 +38,7 @@ def rclone_server(data_dir: Path) -> Iterator[S3Endpoint]:
     ]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
-    endpoint = S3Endpoint("rclone", f"http://{HOST}:{port}", key, secret, lists_uploads=False)
+    endpoint = S3Endpoint("rclone", f"http://{HOST}:{port}", key, secret)
     try:
         _wait(process, endpoint, log)
         yield endpoint

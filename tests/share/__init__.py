@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from dcp_storage import CheckpointError, FsspecStorageReader, FsspecStorageWriter, LoadOptions
@@ -55,12 +56,18 @@ def _placements(kinds: Sequence[str], ndim: int) -> list[Placement]:
     return found
 
 
+@functools.cache
+def _mesh(mesh: tuple[int, ...]) -> DeviceMesh:
+    """The mesh, made once in a rank: each one of several dimensions makes new process groups."""
+    return init_device_mesh("cpu", mesh)
+
+
 def target_for(value: torch.Tensor, layout: Layout) -> torch.Tensor:
     """This rank's part of a tensor in a layout, as ``dcp`` wants it."""
     mesh, kinds = layout
     if not mesh:
         return value.clone()
-    device_mesh = init_device_mesh("cpu", mesh)
+    device_mesh = _mesh(mesh)
     parts = value
     placements = _placements(kinds, value.dim())
     coordinate = device_mesh.get_coordinate()

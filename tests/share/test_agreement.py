@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,8 @@ class Replacing(DefaultLoadPlanner):
         plans = super().create_global_plan(plans)
         if self.where == "all":
             return [dataclasses.replace(plan, storage_data="mine") for plan in plans]
+        if self.where == "exchanged":
+            return [*plans[1:], plans[0]]
         if self.where == "one":
             return [dataclasses.replace(plans[0], storage_data="mine"), *plans[1:]]
         return plans
@@ -60,30 +63,37 @@ def right(state: dict[str, Any]) -> bool:
     return all(torch.equal(state[name], source(name, SHAPES[name])) for name in state if name != "note")
 
 
-def replaced(rank: int, world: int, url: str, where: str) -> tuple[bool, bool, list[str], int]:
-    reader = FsspecStorageReader(url, options=SHARING, process_group=dist.group.WORLD)
-    stores = recording(reader)
-    state = template()
-    planner = Replacing(where if where != "late" or rank == 1 else "")
-    dcp.load(state, storage_reader=reader, planner=planner)
-    assert reader.report is not None
-    return right(state), reader.report.shared, reader.report.warnings, sum(s.bytes_read() for s in stores)
+def replaced(rank: int, world: int, url: str, where: list[str]) -> list[tuple[bool, bool, list[str], int]]:
+    """A load with each of these planners."""
+    found = []
+    for each in where:
+        reader = FsspecStorageReader(url, options=SHARING, process_group=dist.group.WORLD)
+        stores = recording(reader)
+        state = template()
+        planner = Replacing(each if each != "late" or rank == 1 else "")
+        dcp.load(state, storage_reader=reader, planner=planner)
+        assert reader.report is not None
+        read = sum(s.bytes_read() for s in stores)
+        found.append((right(state), reader.report.shared, reader.report.warnings, read))
+    return found
 
 
-@pytest.fixture
-def saved(tmp_path: Path, ranks: RankPool) -> str:
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, ranks: RankPool) -> str:
     """A checkpoint that two ranks have saved."""
-    ranks.run(save_from, 2, str(tmp_path / "one"), SHAPES, ((2,), ("S0",)))
-    return str(tmp_path / "one")
+    folder = str(tmp_path_factory.mktemp("saved") / "one")
+    ranks.run(save_from, 2, folder, SHAPES, ((2,), ("S0",)))
+    return folder
 
 
-@pytest.mark.parametrize("where", ["all", "one", "late"])
-def test_a_planner_with_data_of_its_own_turns_sharing_off(ranks: RankPool, saved: str, where: str) -> None:
+def test_a_planner_with_data_of_its_own_turns_sharing_off(ranks: RankPool, saved: str) -> None:
     """Every rank then reads all it wants, rightly, and its report says that nothing was shared, and why."""
-    for good, shared, warnings, read in ranks.run(replaced, 3, saved, where):
-        assert (good, shared, len(warnings)) == (True, False, 1)
-        assert "planner" in warnings[0]
-        assert read > sum(torch.Size(shape).numel() for shape in SHAPES.values()) * 4
+    size = sum(torch.Size(shape).numel() for shape in SHAPES.values()) * 4
+    for found in ranks.run(replaced, 3, saved, ["all", "one", "late", "exchanged"]):
+        for good, shared, warnings, read in found:
+            assert (good, shared, len(warnings)) == (True, False, 1)
+            assert "planner" in warnings[0]
+            assert read > size
 
 
 def other_options(rank: int, world: int, url: str) -> tuple[bool, bool, list[str]]:
@@ -167,12 +177,18 @@ def broken(rank: int, world: int, url: str) -> dict[int, BaseException]:
     return failures_of(caught.value)
 
 
+@pytest.fixture
+def own(tmp_path: Path, saved: str) -> Path:
+    """A copy of that checkpoint, to be damaged."""
+    return Path(shutil.copytree(saved, tmp_path / "own"))
+
+
 @pytest.mark.parametrize(("what", "kind"), [("manifest", CorruptCheckpointError), ("commit", NotCommittedError)])
-def test_what_the_first_rank_finds_is_raised_on_all(ranks: RankPool, saved: str, what: str, kind: type) -> None:
+def test_what_the_first_rank_finds_is_raised_on_all(ranks: RankPool, own: Path, what: str, kind: type) -> None:
     """A damaged manifest, or no commit: the same typed error on all ranks, though only one has read anything."""
-    file = Path(saved) / f".{what}"
+    file = own / f".{what}"
     file.write_bytes(file.read_bytes()[:-3] + b"abc")
-    for failures in ranks.run(broken, 3, saved):
+    for failures in ranks.run(broken, 3, str(own)):
         assert sorted(failures) == [0, 1, 2]
         assert {type(error) for error in failures.values()} == {kind}
 
@@ -184,13 +200,13 @@ def corrupt(rank: int, world: int, url: str) -> dict[int, BaseException]:
     return failures_of(caught.value)
 
 
-def test_a_flipped_byte_is_found_by_its_reader_and_named_on_all(ranks: RankPool, saved: str) -> None:
+def test_a_flipped_byte_is_found_by_its_reader_and_named_on_all(ranks: RankPool, own: Path) -> None:
     """Shared bytes are checked like all others: corrupt on the rank that read them, named with the key on the rest."""
-    file = next(Path(saved).glob("__0_0*.distcp"))
+    file = next(own.glob("__0_0*.distcp"))
     data = bytearray(file.read_bytes())
     data[300_000] ^= 1
     file.write_bytes(data)
-    for failures in ranks.run(corrupt, 3, saved):
+    for failures in ranks.run(corrupt, 3, str(own)):
         kinds = sorted(type(error).__name__ for error in failures.values())
         assert kinds == ["CheckpointError", "CheckpointError", "CorruptCheckpointError"]
         assert len({error.key for error in failures.values() if isinstance(error, CheckpointError)}) == 1
@@ -198,7 +214,7 @@ def test_a_flipped_byte_is_found_by_its_reader_and_named_on_all(ranks: RankPool,
 
 def stock_ranks(rank: int, world: int, url: str, sliced: bool) -> tuple[bool, bool, int, int]:
     reader = FsspecStorageReader(url, options=SHARING, process_group=dist.group.WORLD, require_commit=False)
-    layout: Any = ((world,), ("S0",)) if sliced else ((), ())
+    layout: Any = ((2, 2), ("R", "S0")) if sliced else ((), ())
     state: dict[str, Any] = {"a": target_for(torch.full(SHAPES["a"], -7.0), layout)}
     dcp.load(state, storage_reader=reader)
     assert reader.report is not None
@@ -209,13 +225,13 @@ def stock_ranks(rank: int, world: int, url: str, sliced: bool) -> tuple[bool, bo
 
 @pytest.mark.parametrize("sliced", [True, False])
 def test_what_stock_torch_saved_is_shared_too(tmp_path: Path, ranks: RankPool, sliced: bool) -> None:
-    """Whole items are read once for all; slices cost their bytes on each rank; all are right."""
+    """Whole items and slices are read once for all who want them, and are right; who gets a slice says: unchecked."""
     state = {name: source(name, shape) for name, shape in SHAPES.items()}
     dcp.save(state, storage_writer=FileSystemWriter(tmp_path / "one"), no_dist=True)
-    found = ranks.run(stock_ranks, 3, str(tmp_path / "one"), sliced)
-    assert [each[:2] for each in found] == [(True, True)] * 3
+    found = ranks.run(stock_ranks, 4, str(tmp_path / "one"), sliced)
+    assert [each[:2] for each in found] == [(True, True)] * 4
     assert sum(each[2] for each in found) < 1.2 * 300 * 1000 * 4
-    assert sum(each[3] for each in found) == (300 * 1000 * 4 if sliced else 0)
+    assert [each[3] for each in found] == [150 * 1000 * 4 if sliced else 0] * 4
 
 
 def test_sharing_needs_a_group(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +20,10 @@ from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from dcp_storage import CheckpointError, FsspecStorageReader, LoadOptions, StoreError
+from dcp_storage.exchange_metadata import read_together
 from dcp_storage.exchange_rounds import _come, _gather, meet
 from dcp_storage.store import Store
+from dcp_storage.testing.dictstore import DictStore
 from dcp_storage.testing.faulty import Fault, FaultyStore
 from dcp_storage.testing.ranks import RankFailure, RankPool
 from dcp_storage.wrappers import Request, RequestStore
@@ -113,11 +114,12 @@ def load_with(rank: int, world: int, url: str, what: str, deadline: float) -> Lo
     return Loaded(wrong, 0, {}, error, reader.failure, took)
 
 
-@pytest.fixture
-def saved(tmp_path: Path, ranks: RankPool) -> str:
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, ranks: RankPool) -> str:
     """A checkpoint that one rank has saved."""
-    ranks.run(save_from, 1, str(tmp_path / "one"), SHAPES, ((), ()))
-    return str(tmp_path / "one")
+    folder = str(tmp_path_factory.mktemp("saved") / "one")
+    ranks.run(save_from, 1, folder, SHAPES, ((), ()))
+    return folder
 
 
 def is_named(found: Loaded, rank: int = BAD) -> bool:
@@ -138,15 +140,19 @@ def test_a_rank_whose_store_fails(ranks: RankPool, saved: str) -> None:
         assert each.seconds < 10
 
 
-@pytest.mark.parametrize("where", ["resolve_tensor", "commit_tensor", "load_bytes"])
-def test_a_rank_whose_planner_fails(ranks: RankPool, saved: str, where: str) -> None:
-    """A planner that raises before or in the exchange: its error on that rank, its name on all others."""
-    found = ranks.run(load_with, 4, saved, where, 20.0, timeout=60)
-    for rank, each in enumerate(found):
-        assert isinstance(each.error, CheckpointException)
-        assert "the planner's own" in str(each.error.failures[BAD][0])
-        assert rank == BAD or is_named(each), each.failure
-        assert each.seconds < 10
+def load_in_turn(rank: int, world: int, url: str, what: list[str]) -> list[Loaded]:
+    return [load_with(rank, world, url, each, 20.0) for each in what]
+
+
+def test_a_rank_whose_planner_fails(ranks: RankPool, saved: str) -> None:
+    """A planner that raises before or in the exchange: its error on that rank, its name on all others; and again."""
+    where = ["resolve_tensor", "commit_tensor", "load_bytes"]
+    for rank, found in enumerate(ranks.run(load_in_turn, 4, saved, where, timeout=60)):
+        for each in found:
+            assert isinstance(each.error, CheckpointException)
+            assert "the planner's own" in str(each.error.failures[BAD][0])
+            assert rank == BAD or is_named(each), each.failure
+            assert each.seconds < 10
 
 
 def test_a_planner_that_fails_between_the_hooks(ranks: RankPool, saved: str) -> None:
@@ -239,6 +245,65 @@ def test_a_rank_that_never_comes(ranks: RankPool, saved: str) -> None:
     """The others have its name after the deadline, at the first hook that may raise."""
     said = ranks.run(absent, 4, saved, timeout=40)
     assert all(f"rank {BAD} " in text for rank, text in enumerate(said) if rank != BAD), said
+
+
+def excused(rank: int, world: int, url: str, what: str, bad: int) -> tuple[BaseException, float, list[str]]:
+    """A load that one rank cannot even begin, and one more; the error here, its seconds, and what is wrong then."""
+
+    def refuse(*args: object) -> Store:
+        raise ValueError("not on this machine")
+
+    state: dict[str, Any] = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    options = LoadOptions(share_reads=True, deadline=60.0)
+    reader = FsspecStorageReader(
+        None if (rank, what) == (bad, "no path") else url, options=options, process_group=dist.group.WORLD
+    )
+    if (rank, what) == (bad, "no store"):
+        reader._opener = refuse
+    begun = time.monotonic()
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(state, storage_reader=reader)
+    took = time.monotonic() - begun
+    dcp.load(state, storage_reader=FsspecStorageReader(url, options=options, process_group=dist.group.WORLD))
+    wrong = [name for name, shape in SHAPES.items() if not torch.equal(state[name], source(name, shape))]
+    return caught.value.failures[rank][0], took, wrong
+
+
+@pytest.mark.parametrize(("what", "bad"), [("no path", 0), ("no store", BAD)])
+def test_a_rank_that_cannot_begin_says_so(ranks: RankPool, saved: str, what: str, bad: int) -> None:
+    """Its own error there, its name and reason on all others, at once; and the group can be used again."""
+    found = ranks.run(excused, 3, saved, what, bad)
+    reason = "has no path" if what == "no path" else "not on this machine"
+    for rank, (error, seconds, wrong) in enumerate(found):
+        assert isinstance(error, CheckpointError)
+        assert reason in str(error)
+        assert (error.kind == "peer") is (f"rank {bad} " in str(error)) is (rank != bad)
+        assert seconds < 20
+        assert wrong == []
+
+
+def unread(rank: int, world: int, stops: bool) -> tuple[str, str]:
+    """Rank 0 fails with what is no error of ours while it reads for all: type and text of the error here."""
+
+    def read(store: Store) -> None:
+        raise KeyboardInterrupt if stops else ValueError("not of ours")
+
+    group = dist.group.WORLD
+    assert group is not None
+    try:
+        read_together(meet(group, path="here", deadline=20.0), DictStore(), read)
+    except (CheckpointError, ValueError, KeyboardInterrupt) as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_whatever_the_first_rank_fails_with_reaches_all(ranks: RankPool, stops: bool) -> None:
+    """An error that nobody thought of, or Ctrl-C, on the rank that reads for all: the others do not wait for it."""
+    first, *rest = ranks.run(unread, 4, stops, timeout=15)
+    assert first[0] == ("KeyboardInterrupt" if stops else "ValueError")
+    assert {kind for kind, _ in rest} == {"CheckpointError"}
+    assert all(("interrupted" if stops else "not of ours") in text for _, text in rest)
 
 
 def late(rank: int, world: int) -> list[Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,11 +19,12 @@ SHAPES = {f"w{k}": (256, 1024) for k in range(12)}
 BAD = 2
 
 
-@pytest.fixture
-def saved(tmp_path: Path, ranks: RankPool) -> str:
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, ranks: RankPool) -> str:
     """A checkpoint that one rank has saved."""
-    ranks.run(save_from, 1, str(tmp_path / "one"), SHAPES, ((), ()))
-    return str(tmp_path / "one")
+    folder = str(tmp_path_factory.mktemp("saved") / "one")
+    ranks.run(save_from, 1, folder, SHAPES, ((), ()))
+    return folder
 
 
 def load(rank: int, world: int, url: str, what: str) -> tuple[CheckpointError, float]:

@@ -105,6 +105,7 @@ def save_bytes(rank: int, world: int, small: str, large: str) -> None:
     dcp.save({"large": torch.arange(LARGE)}, storage_writer=FsspecStorageWriter(large))
 
 
+@pytest.mark.slow
 def test_an_exchange_keeps_to_its_budget(tmp_path: Path, ranks: RankPool) -> None:
     """192 MiB on two replicas, one of them slow to take what it gets: above a warm-up less than budget and 64 MiB each.
 

@@ -52,6 +52,7 @@ def replica(rank: int, world: int, small: str, large: str, budget: int) -> tuple
     return wrong, shared, read, above
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(ALONE)
 def test_whole_items_keep_to_the_budget(tmp_path: Path, ranks: RankPool) -> None:
     """Two replicas of 96 MiB that stock torch saved, one of them slow: each byte once, and no rank runs far ahead.

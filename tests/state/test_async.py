@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -369,6 +370,105 @@ def test_the_end_of_the_program_waits(tmp_path: Path, mode: str) -> None:
         assert f"The asynchronous save to {tmp_path / 'c'} failed" in again.stderr
 
 
+class Alarm(Exception):  # noqa: N818 - stands for a KeyboardInterrupt
+    """What the signal of a test raises."""
+
+
+def test_an_interrupted_wait_leaves_nothing_taken(tmp_path: Path) -> None:
+    """However often and wherever ``wait`` is interrupted, the save ends and the next wait sees it."""
+    armed = [False]
+
+    def ring(number: int, frame: Any) -> None:
+        if armed[0]:
+            armed[0] = False
+            raise Alarm
+
+    planner = Held()
+    handle = DCP.async_save({"a": 1}, checkpoint_id=tmp_path / "c", planner=planner)
+    before = signal.signal(signal.SIGALRM, ring)
+    rung = 0
+    try:
+        for turn in range(4000):
+            try:
+                armed[0] = True
+                signal.setitimer(signal.ITIMER_REAL, 1e-6 * (1 + turn % 40))
+                try:
+                    handle.wait(0.0001)
+                except TimeoutError:
+                    armed[0] = False
+            except Alarm:
+                rung += 1
+    finally:
+        armed[0] = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    planner.go.set()
+    ended = threading.Event()
+
+    def wait() -> None:
+        handle.wait()
+        ended.set()
+
+    threading.Thread(target=wait, daemon=True).start()
+    assert ended.wait(SECONDS)
+    assert rung > 100
+
+
+INTERRUPTED = """
+import sys, time, torch
+from dcp_storage import DCP
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+if __name__ == "__main__":
+    mode = AsyncCheckpointerType(sys.argv[2])
+    DCP.async_save({"a": torch.ones(20_000_000)}, checkpoint_id=sys.argv[1], async_checkpointer_type=mode)
+    print("begun", flush=True)
+    time.sleep(60)
+"""
+
+
+def writers_of(pid: int) -> list[int]:
+    """The processes that a process has begun to write for it."""
+    found = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in path.read_text(encoding="utf-8").split():
+            if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+                found.append(int(child))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(110)
+@pytest.mark.parametrize("mode", ["thread", "process"])
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_with_a_save_in_flight(tmp_path: Path, mode: str, times: int) -> None:
+    """Ctrl-C, which reaches all processes of a terminal, ends a program after its save; twice, what is lost is said."""
+    script = tmp_path / "program.py"
+    script.write_text(INTERRUPTED, encoding="utf-8")
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path / "c"), mode],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        while mode == "process" and not writers_of(process.pid):
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGINT)
+        if times == 2:
+            time.sleep(0.1)
+            os.killpg(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=90)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert "KeyboardInterrupt" in said
+    committed = (tmp_path / "c" / ".commit").exists()
+    if times == 1:
+        assert committed, said
+    assert committed or f"The asynchronous save to {tmp_path / 'c'} was not waited for" in said
+
+
 def resident() -> int:
     for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         if line.startswith("VmRSS:"):
@@ -377,6 +477,7 @@ def resident() -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_memory_stays_where_it_was(tmp_path: Path) -> None:
     """After 50 saves the process is within 5 per cent of what it was after 5."""
     model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(32)])

@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
@@ -14,10 +15,13 @@ from dcp_storage.fence import delete_folder
 from dcp_storage.tools.opening import Folder, folder_at
 from tests.e2e import Place, save
 
-__all__ = ["STATES", "flip", "folder_of", "make", "remove", "state"]
+__all__ = ["SLOW_MOTO", "STATES", "flip", "folder_of", "make", "remove", "state"]
 
 STATES = ("committed", "unfinished", "damaged", "void", "stock", "nothing")
 """What a folder can be."""
+
+SLOW_MOTO: Any = pytest.param("moto", marks=pytest.mark.slow)
+"""Moto shares this process and its interpreter: a place for slow tests only, where another server shows the same."""
 
 
 def state() -> dict[str, Any]:

@@ -28,7 +28,7 @@ from dcp_storage.testing.ranks import RankPool
 from dcp_storage.tools.adopt import adopt_folder
 from dcp_storage.tools.opening import Folder
 from tests.e2e import ALONE, Place, assert_same, like, load, place_of
-from tests.tools import flip, folder_of, make, remove, state
+from tests.tools import SLOW_MOTO, flip, folder_of, make, remove, state
 
 pytestmark = pytest.mark.filterwarnings(ALONE)
 
@@ -42,7 +42,7 @@ def place(request: pytest.FixtureRequest) -> Place:
     return place
 
 
-@pytest.mark.parametrize("place", ["local", "moto", "gcs"], indirect=True)
+@pytest.mark.parametrize("place", ["local", SLOW_MOTO, "gcs"], indirect=True)
 @pytest.mark.parametrize("data", [False, True])
 def test_what_is_adopted_is_committed_and_loads(place: Place, data: bool) -> None:
     """Manifest and commit are added, no file changes, and loading and every depth of verify go well."""

@@ -17,11 +17,12 @@ from dcp_storage.testing.recording import RecordingStore
 from dcp_storage.tools.bench import Figure, _least, bench_folder
 from dcp_storage.tools.opening import Folder, folder_at
 from tests.e2e import place_of
+from tests.tools import SLOW_MOTO
 
 MIB = 1 << 20
 
 
-@pytest.mark.parametrize("kind", ["local", "moto"])
+@pytest.mark.parametrize("kind", ["local", SLOW_MOTO])
 def test_it_measures_advises_and_leaves_nothing(request: pytest.FixtureRequest, kind: str) -> None:
     """Every setting is measured both ways, the advice is one that was tried, and no object stays."""
     place = place_of(request, kind)

@@ -16,11 +16,12 @@ import torch
 from typer.testing import CliRunner
 
 from dcp_storage import CommitUnknownError, SaveOptions
-from dcp_storage.cli import app, exit_code
+from dcp_storage.cli import app
+from dcp_storage.cli_running import exit_code
 from dcp_storage.cli_values import WrongUse, bytes_of_text, share_of_text, span_of_text, storage_options
 from dcp_storage.errors import CheckpointReplacedError, StoreError, UntrustedDataError
 from tests.e2e import ALONE, Place, place_of, save
-from tests.tools import STATES, flip, make, remove
+from tests.tools import SLOW_MOTO, STATES, flip, make, remove
 
 pytestmark = pytest.mark.filterwarnings(ALONE)
 
@@ -55,7 +56,7 @@ def test_help_leads_to_every_command() -> None:
     assert "DCP_STORAGE_OPTIONS" in first.stdout
 
 
-@pytest.mark.parametrize("where", ["local", "moto", "gcs"])
+@pytest.mark.parametrize("where", ["local", SLOW_MOTO, "gcs"])
 @pytest.mark.parametrize("kind", STATES)
 def test_show_and_verify_and_adopt_and_cp_on_every_state(
     request: pytest.FixtureRequest, where: str, kind: str, tmp_path: Path
@@ -77,7 +78,7 @@ def test_show_and_verify_and_adopt_and_cp_on_every_state(
         assert run("verify", place.url, "--depth", "data", place=place).exit_code == 0
 
 
-@pytest.mark.parametrize("where", ["local", "moto"])
+@pytest.mark.parametrize("where", ["local", SLOW_MOTO])
 def test_ls_shows_the_steps_of_a_run(request: pytest.FixtureRequest, where: str) -> None:
     """Each step is on a line with its state; as JSON with sizes and versions; what is no run has code 3."""
     root = place_of(request, where)
@@ -158,7 +159,7 @@ def test_cp_refuses_and_replaces(tmp_path: Path) -> None:
     assert run("cp", dst.url, dst.url).exit_code == 2
 
 
-@pytest.mark.parametrize("where", ["local", pytest.param("moto", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("where", ["local", SLOW_MOTO])
 def test_doctor_and_bench_leave_nothing(request: pytest.FixtureRequest, where: str) -> None:
     """Both print what they found, end with 0 on a fit store, and leave no object."""
     place = place_of(request, where)

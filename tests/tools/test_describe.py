@@ -17,7 +17,7 @@ from dcp_storage.testing.ranks import RankPool
 from dcp_storage.tools.describe import describe_folder
 from dcp_storage.tools.opening import Folder
 from tests.e2e import ALONE, Place, place_of, save
-from tests.tools import STATES, flip, folder_of, make, state
+from tests.tools import SLOW_MOTO, STATES, flip, folder_of, make, state
 
 pytestmark = pytest.mark.filterwarnings(ALONE)
 
@@ -27,7 +27,7 @@ def place(request: pytest.FixtureRequest) -> Place:
     return place_of(request, getattr(request, "param", "local"))
 
 
-everywhere = pytest.mark.parametrize("place", ["local", "moto", "gcs"], indirect=True)
+everywhere = pytest.mark.parametrize("place", ["local", SLOW_MOTO, "gcs"], indirect=True)
 
 
 @everywhere

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ class Slow(WrappedStore):
     """A store on which completing an upload takes its time."""
 
     def upload(self, name: str) -> Any:
-        time.sleep(1.6)
+        time.sleep(1.3)
         return super().upload(name)
 
 
@@ -101,8 +102,8 @@ def test_the_coordinator_hears_of_every_rank_and_of_who_was_slow(ranks: RankPool
     assert [f.rank for f in figures] == [0, 1, 2]
     sizes = {path.name: path.stat().st_size for path in (tmp_path / "c").glob("*.distcp")}
     assert [f.nbytes for f in figures] == [sizes[f"__{rank}_0.distcp"] for rank in range(3)]
-    assert figures[1].seconds["write"] > 1.5
-    assert sentence.startswith("rank 1 took 1.6 s for 'write'")
+    assert figures[1].seconds["write"] >= 1.3
+    assert re.match(r"rank 1 took [0-9.]+ s for 'write', the median of 3 ranks is ", sentence)
     assert told[1][:2] == ([], "")
 
 

@@ -38,7 +38,7 @@ from dcp_storage.testing.recording import RecordingStore
 from dcp_storage.tools.opening import Folder
 from dcp_storage.tools.verify import verify_folder
 from tests.e2e import ALONE, Place, assert_same, like, place_of, save
-from tests.tools import flip, folder_of, make, remove, state
+from tests.tools import SLOW_MOTO, flip, folder_of, make, remove, state
 
 pytestmark = pytest.mark.filterwarnings(ALONE)
 
@@ -280,7 +280,7 @@ def test_leftovers_are_a_warning(place: Place) -> None:
     place.set("__9_0.abcdefghijklmnop.distcp", b"dead")
     report = look(place)
     assert report.ok
-    assert "1 files with 4 B belong to no commit" in report.warnings[0]
+    assert "of no commit: 1 file with 4 B" in report.warnings[0]
 
 
 @pytest.mark.parametrize(
@@ -292,7 +292,7 @@ def test_leftovers_are_a_warning(place: Place) -> None:
         ("stock", NotCommittedError),
     ],
 )
-@pytest.mark.parametrize("where", ["local", "moto"])
+@pytest.mark.parametrize("where", ["local", SLOW_MOTO])
 def test_what_is_not_committed_is_not_verified(
     request: pytest.FixtureRequest, where: str, kind: str, error: type[Exception]
 ) -> None:

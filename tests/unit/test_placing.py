@@ -83,7 +83,7 @@ def test_a_staged_box_gets_to_its_place(dims: list[tuple[int, int, int]], dtype:
     first = sum(o * s for o, s in zip(offsets, stride, strict=True))
     span = sum((n - 1) * s for n, s in zip(lengths, stride, strict=True)) + 1
     raw = source.reshape(-1)[first : first + span].contiguous().view(torch.uint8).numpy().tobytes()
-    view = view_of(bytearray(skip) + bytearray(raw), skip, dtype, lengths, stride)
+    view = view_of(memoryview(bytearray(skip) + bytearray(raw)), skip, dtype, lengths, stride)
     target = torch.full(tuple(length + after for _, length, after in dims), 77).to(dtype)
     at = tuple(after for _, _, after in dims)
     Place(target, at, lengths, view, "a")()

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dcp_storage.placing import view_of
 from dcp_storage.records import ItemRecord
 from dcp_storage.scattering import Box, tiles
 
@@ -74,6 +75,18 @@ def test_targets_of_other_kinds_are_filled(kind: str) -> None:
     for start in range(0, len(raw), 13):
         box.place(start, memoryview(raw)[start : start + 13])
     assert torch.equal(target.float(), value[2:6, 3:8])
+
+
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.float64, torch.complex64, torch.float32, torch.bfloat16])
+def test_what_is_copied_begins_on_its_own_border(dtype: torch.dtype) -> None:
+    """Wherever a run lies in memory: a vector instruction at another place ends the process."""
+    value = torch.arange(12).to(dtype)
+    for shift in range(1, 17):
+        memory = bytearray(shift) + payload(value)
+        for skip in (0, value.element_size()):
+            found = view_of(memoryview(memory)[shift:], skip, dtype, (3,), (2,))
+            assert found.data_ptr() % value.element_size() == 0
+            assert torch.equal(found, value[skip // value.element_size() :][:5:2])
 
 
 @given(st.lists(st.integers(1, 4), max_size=4), st.data())
