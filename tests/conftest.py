@@ -21,9 +21,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """A pool that runs a function on any number of real gloo ranks."""
-    stores = (
-        "dcp_storage.stores.s3",
-        "dcp_storage.stores.gcs",
-    )  # a second of imports, else in every rank that needs it
-    with RankPool(preload=("pytest", "dcp_storage.reader", "dcp_storage.writer", *stores)) as pool:
+    # s3fs takes a second to import, else in every rank that needs it. Not gcsfs, which when it is imported reads what some
+    # ranks set in their environment.
+    preload = ("pytest", "dcp_storage.reader", "dcp_storage.writer", "dcp_storage.stores.s3")
+    with RankPool(preload=preload) as pool:
         yield pool

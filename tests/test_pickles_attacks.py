@@ -341,6 +341,7 @@ ASKS = [
 ]
 
 
+@pytest.mark.slow
 class TestMemory:
     # Each takes a process of its own and two seconds: every fifth always, all of them in CI.
     @pytest.mark.parametrize("ask", sometimes(ASKS), ids=lambda ask: repr(ask[:40]))

@@ -308,6 +308,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
     return condition()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_ranks_die_with_the_warm_process(tmp_path: Path) -> None:
     """If the warm process is killed in the middle of a run, its ranks die and the run raises."""
@@ -321,6 +322,7 @@ def test_ranks_die_with_the_warm_process(tmp_path: Path) -> None:
         assert wait_for(lambda: not any(alive(pid) for pid in pids))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_everything_dies_with_the_owner(tmp_path: Path) -> None:
     """If the process that owns a pool is killed in the middle of a run, the warm process and the ranks end."""

@@ -63,7 +63,7 @@ def own(rank: int) -> dict[str, Any]:
     ("kind", "world"),
     [
         ("local", 1),
-        ("moto", 1),
+        pytest.param("moto", 1, marks=pytest.mark.slow),
         pytest.param("gcs", 1, marks=pytest.mark.slow),
         pytest.param("moto", 2, marks=pytest.mark.slow),
         pytest.param("gcs", 2, marks=pytest.mark.slow),

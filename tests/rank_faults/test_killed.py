@@ -156,6 +156,7 @@ def slow_round(rank: int, world: int, place: Place) -> tuple[float, float]:
     return saved, time.monotonic() - begun
 
 
+@pytest.mark.slow
 def test_a_slow_rank(request: pytest.FixtureRequest, ranks: RankPool) -> None:
     """The others wait for a rank that is slow: both calls succeed on all, and none returns before it."""
     place = place_of(request, "local")

@@ -73,6 +73,7 @@ def test_what_is_open_is_seen_until_it_ends(
     assert [one for one in open_on_gcs(strict) if folder.bucket in one] == []
 
 
+@pytest.mark.slow
 def test_the_test_that_left_something_fails(tmp_path: Path) -> None:
     """Each test that leaves one gets an error of its own, also one that failed anyway; one that says so does not."""
     (tmp_path / "conftest.py").write_text(CONFTEST, encoding="utf-8")

@@ -351,9 +351,7 @@ DCP.async_save({"a": torch.ones(2_000_000), "b": [1]}, checkpoint_id=sys.argv[1]
 """
 
 
-@pytest.mark.parametrize(
-    "mode", ["ends", pytest.param("twice", marks=pytest.mark.slow), pytest.param("raises", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("mode", [pytest.param(mode, marks=pytest.mark.slow) for mode in ("ends", "twice", "raises")])
 def test_the_end_of_the_program_waits(tmp_path: Path, mode: str) -> None:
     """A program that ends, or falls over, with a save in flight commits it; one that failed is shown."""
     program = PROGRAM + ("" if mode != "raises" else "raise RuntimeError('over')\n")

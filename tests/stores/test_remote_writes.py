@@ -20,6 +20,7 @@ from tests.stores.blob_kit import BLOCK, BlobFile, BlobFileSystem, DiscardingFil
 
 
 class TestUpload(OnBlobs):
+    @pytest.mark.slow
     @pytest.mark.parametrize("early", [False, True])
     @pytest.mark.parametrize("file", [BlobFile, DiscardingFile])
     def test_a_failure_half_way_leaves_nothing(self, early: bool, file: type[BlobFile]) -> None:

@@ -61,7 +61,7 @@ PARALLEL = ["strided@4x2", "grid@4x2", "strided@1x8", "grid@1x8"]
         (1, {8: None}, 4 * 18),
         (2, {1: None}, 6 * 4),
         (3, {2: None}, 6 * 6),
-        (4, {3: None}, 10 * 6),
+        pytest.param(4, {3: None}, 10 * 6, marks=pytest.mark.slow),
         pytest.param(8, {4: None, 8: PARALLEL}, 18 * 10 + 18 * 4, marks=pytest.mark.slow),
     ],
 )

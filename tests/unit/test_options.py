@@ -38,7 +38,7 @@ def test_a_value_out_of_range_is_refused_by_name(cls: type[Any], name: str, valu
 def test_the_defaults_are_those_of_the_docstring(cls: type[Any]) -> None:
     """Every field says its default in the docstring; the shared ones are those of the design."""
     options = cls()
-    assert (options.max_concurrency, options.part_size, options.memory_budget) == (8, 16 << 20, 256 << 20)
+    assert (options.max_concurrency, options.part_size, options.memory_budget) == (16, 16 << 20, 256 << 20)
     assert (options.attempts, options.deadline) == (6, 300.0)
     for field in dataclasses.fields(cls):
         assert f"{field.name}: " in (cls.__doc__ or "")
