@@ -21,8 +21,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """A pool that runs a function on any number of real gloo ranks."""
-    # s3fs takes a second to import, else in every rank that needs it. Not gcsfs, which when it is imported reads what some
-    # ranks set in their environment.
+    # s3fs takes a second to import, else in every rank that needs it. Not gcsfs, which reads the environment that some
+    # ranks set when it is imported.
     preload = ("pytest", "dcp_storage.reader", "dcp_storage.writer", "dcp_storage.stores.s3")
     with RankPool(preload=preload) as pool:
         yield pool

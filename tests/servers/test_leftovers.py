@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.servers.endpoint import S3Endpoint
 from tests.servers.gcs import GcsServer
 from tests.servers.gcs_folder import GcsFolder
