@@ -231,6 +231,7 @@ class Machine(RuleBasedStateMachine):
         shards = sorted(name for name in self.model.held if name.startswith("__"))
         name = shards[which % len(shards)]
         self._note(f"damage: {how} {name}")
+        self.late[:] = [each for each in self.late if name not in each.says.split()]  # those would mend it
         body = self.model.held[name]
         if how == "gone":
             self.bed.remove(name)

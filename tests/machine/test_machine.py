@@ -37,7 +37,7 @@ FOUND: dict[str, set[str]] = {
     "ignores-if-absent": {"I1"},
     "delete-without-void": {"I5"},
     "no-read-back": {"I3", "I6"},
-    "commit-errors-logged": {"I3", "I7"},
+    "commit-errors-logged": {"I3", "I7", "I11"},
     "write-errors-logged": {"I2"},
     "no-sizes": {"I8"},
     "no-blocks": {"I8"},
