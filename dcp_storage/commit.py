@@ -161,16 +161,16 @@ BEGIN: tuple[Step, ...] = (look_at_store, refuse, claim)
 def check_files(attempt: Attempt) -> None:
     """Lists once more: every file that a rank reported is there, with its size, and so is the number we go on from.
 
-    A void that was swept meanwhile gives its numbers free: another save may have committed under a lower one, which ours
-    would replace unseen.
+    A void that was swept meanwhile gives its numbers free: another save may have committed under a lower one, which
+    ours would replace unseen.
     """
     manifest = _manifest(attempt)
     entries = attempt.store.entries()
     highest = max((names.commit_number(e.name) for e in entries), default=0)
     if highest < attempt.number:
         raise CheckpointExistsError(
-            f"{attempt.path}: commit object {attempt.number}, which this save was to follow, was swept by a prune in the "
-            "meantime. Nothing was committed: save again.",
+            f"{attempt.path}: commit object {attempt.number}, which this save was to follow, was swept by a prune "
+            "meanwhile. Nothing was committed: save again.",
             path=attempt.path,
         )
     sizes = {e.name: e.size for e in entries}
