@@ -97,6 +97,7 @@ class Ahead:
         self._window = window
         self._begin = begin or Carrier().begin
         self._waiting: deque[tuple[object, Transfer | None, int]] = deque()
+        self._under_way = 0  # bytes of what waits
 
     def take(self) -> object:
         """The next item, on the CPU where it can be brought there.
@@ -106,9 +107,10 @@ class Ahead:
         """
         if not self._waiting:
             self._resolve()
-        value, transfer, _ = self._waiting.popleft()
+        value, transfer, size = self._waiting.popleft()
+        self._under_way -= size
         carried = transfer is not None
-        while self._left and carried and (not self._waiting or self._on_its_way() < self._window):
+        while self._left and carried and (not self._waiting or self._under_way < self._window):
             self._resolve()
             carried = self._waiting[-1][1] is not None
         return value if transfer is None else transfer.wait()
@@ -118,9 +120,7 @@ class Ahead:
         transfer = self._begin(value) if isinstance(value, torch.Tensor) else None
         size = value.numel() * value.element_size() if transfer is not None and isinstance(value, torch.Tensor) else 0
         self._waiting.append((None if transfer is not None else value, transfer, size))
-
-    def _on_its_way(self) -> int:
-        return sum(size for _, _, size in self._waiting)
+        self._under_way += size
 
 
 def staging_for(device: torch.device, size: int) -> memoryview:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dcp_storage import names
-from dcp_storage.current import blame, nothing_committed, read_current, read_manifest
-from dcp_storage.errors import CorruptCheckpointError, ObjectNotFoundError, StoreError
+from dcp_storage.current import nothing_committed, read_current, read_standing
+from dcp_storage.errors import ObjectNotFoundError, StoreError
 from dcp_storage.options import LoadOptions
 from dcp_storage.records import BytesEntry, TensorEntry
 from dcp_storage.session import checked_options, guard, open_folder
@@ -104,13 +104,7 @@ def _manifest(store: Store, options: LoadOptions, *, require_commit: bool) -> Ma
     except ObjectNotFoundError as error:  # the bucket itself
         raise nothing_committed(store, None) from error
     if current is not None and current.commit.manifest is not None:
-        try:
-            return read_manifest(store, current)
-        except CorruptCheckpointError as error:
-            found = blame(store, current.number, error)
-            if found is error:
-                raise
-            raise found from error
+        return read_standing(store, current)
     if current is not None or (require_commit and not _is_by_rank(store)):
         raise nothing_committed(store, current)
     from dcp_storage.reading import read_checkpoint  # imports torch, whose own metadata this is, or says what there is
