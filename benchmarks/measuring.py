@@ -10,14 +10,14 @@ import statistics
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dcp_storage.testing.proxy import Shape
 
-__all__ = ["Case", "Figure", "LightServer", "interleaved", "process_cpu", "serving", "shaped"]
+__all__ = ["Case", "Figure", "LightServer", "interleaved", "process_cpu", "rounds_of", "serving", "shaped"]
 
 LIMIT = 900  # seconds for one worker
 TICK = os.sysconf("SC_CLK_TCK")
@@ -61,6 +61,13 @@ class Figure:
     requests: dict[str, int] = field(default_factory=dict)
     bytes_in: int = 0
     bytes_out: int = 0
+
+    def add(self, one: Figure) -> None:
+        """Takes the rounds of another figure of this case to its own."""
+        for name in ("wall", "cpu", "server_cpu", "peak"):
+            getattr(self, name).extend(getattr(one, name))
+        for name in ("bytes", "requests", "bytes_in", "bytes_out"):
+            setattr(self, name, getattr(one, name))
 
     @property
     def median_wall(self) -> float:
@@ -200,4 +207,13 @@ def interleaved(
             print(
                 f"  {number + 1}/{rounds} {case.label or case.subject}: {case.action} {found['wall']:.2f} s", flush=True
             )
+    return figures
+
+
+def rounds_of(rounds: int, one: Callable[[], list[Figure]]) -> list[Figure]:
+    """Sums up rounds that each begin with nothing: a run saves to a new folder, it does not replace its last step."""
+    figures = one()
+    for _ in range(rounds - 1):
+        for total, figure in zip(figures, one(), strict=True):
+            total.add(figure)
     return figures

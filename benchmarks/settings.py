@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.measuring import Case, Figure, LightServer, interleaved, serving, shaped
+from benchmarks.measuring import Case, Figure, LightServer, interleaved, rounds_of, serving, shaped
 from benchmarks.states import make_state
 from dcp_storage.codec import bytes_of
 from dcp_storage.testing.proxy import Shape
@@ -56,29 +56,41 @@ def _in_bucket(scheme: str) -> Callable[[str], str]:
 
 def s3_unshaped(scale: Scale) -> list[Figure]:
     """S3, loopback, the light server: what the client costs."""
-    server = LightServer("bench")
-    try:
-        return interleaved(_both(S3_PEERS, scale.state, _in_bucket("s3"), server.url), scale.rounds, server)
-    finally:
-        server.close()
+
+    def one() -> list[Figure]:
+        server = LightServer("bench")
+        try:
+            return interleaved(_both(S3_PEERS, scale.state, _in_bucket("s3"), server.url), 1, server)
+        finally:
+            server.close()
+
+    return rounds_of(scale.rounds, one)
 
 
 def s3_shaped(scale: Scale) -> list[Figure]:
     """S3 behind a link of 20 ms and 60 MB/s per connection, the light server."""
-    server = LightServer("bench")
-    try:
-        with shaped(server.url, LINK) as url:
-            return interleaved(_both(S3_PEERS, scale.shaped, _in_bucket("s3"), url), scale.rounds, server)
-    finally:
-        server.close()
+
+    def one() -> list[Figure]:
+        server = LightServer("bench")
+        try:
+            with shaped(server.url, LINK) as url:
+                return interleaved(_both(S3_PEERS, scale.shaped, _in_bucket("s3"), url), 1, server)
+        finally:
+            server.close()
+
+    return rounds_of(scale.rounds, one)
 
 
 def s3_seaweed(scale: Scale) -> list[Figure]:
     """S3, loopback, SeaweedFS: a server that signs, checks and writes to disk, on the same two processors."""
     os.environ["BENCH_S3_CREDENTIALS"] = "seaweed-key:seaweed-secret"
-    try:
+
+    def one() -> list[Figure]:
         with serving("seaweedfs", "bench") as (url, pid):
-            return interleaved(_both(S3_PEERS, scale.shaped, _in_bucket("s3"), url), scale.rounds, pid=pid)
+            return interleaved(_both(S3_PEERS, scale.state, _in_bucket("s3"), url), 1, pid=pid)
+
+    try:
+        return rounds_of(scale.rounds, one)
     finally:
         del os.environ["BENCH_S3_CREDENTIALS"]
 
@@ -152,8 +164,12 @@ def s3_ranks(scale: Scale) -> list[Figure]:
 def gcs_shaped(scale: Scale) -> list[Figure]:
     """GCS behind the same link, the strict server of the tests (one Python process: it is part of each figure)."""
     os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # else gcsfs asks an emulator for gRPC first
-    with serving("gcs", "bench") as (gcs, pid), shaped(gcs, LINK) as url:
-        return interleaved(_both(("ours", "torch Fsspec"), scale.shaped, _in_bucket("gs"), url), scale.rounds, pid=pid)
+
+    def one() -> list[Figure]:
+        with serving("gcs", "bench") as (gcs, pid), shaped(gcs, LINK) as url:
+            return interleaved(_both(("ours", "torch Fsspec"), scale.shaped, _in_bucket("gs"), url), 1, pid=pid)
+
+    return rounds_of(scale.rounds, one)
 
 
 def local(scale: Scale) -> list[Figure]:
@@ -166,19 +182,16 @@ def local(scale: Scale) -> list[Figure]:
         os.environ["BENCH_SOURCE"] = str(source)
         subjects = ("ours", "dd", "torch FileSystem")
         cases = _both(subjects, scale.state, lambda subject: f"{folder}/{subject.replace(' ', '_')}", "")
-        figures = [Figure(case) for case in cases]
-        for _ in range(scale.rounds):
+
+        def one() -> list[Figure]:
             # Every round writes new files: one that is overwritten in place costs the disk less than one that is made.
             for place in {case.url for case in cases}:
                 shutil.rmtree(place, ignore_errors=True)
                 Path(place).mkdir()
             subprocess.run(["sync", "-f", folder], check=True)
-            for total, one in zip(figures, interleaved(cases, 1), strict=True):
-                total.wall += one.wall
-                total.cpu += one.cpu
-                total.peak += one.peak
-                total.bytes = one.bytes
-        return figures
+            return interleaved(cases, 1)
+
+        return rounds_of(scale.rounds, one)
 
 
 def small(scale: Scale) -> list[Figure]:

@@ -53,6 +53,7 @@ class Attempt:
         storage_data: the manifest's items as stock torch has them, where they were made already.
         ref: the manifest's name, size and CRC-32, once written.
         committed: whether the commit object is known to be there.
+        made: the commit, where the store lets nobody replace it.
         world_size: ranks of this save.
         warnings: sentences for the report.
     """
@@ -72,6 +73,7 @@ class Attempt:
     storage_data: dict[MetadataIndex, Any] | None = None
     ref: ManifestRef | None = None
     committed: bool = False
+    made: Current | None = None
     world_size: int = 0
     warnings: list[str] = field(default_factory=list)
 
@@ -207,18 +209,20 @@ def make_commit(attempt: Attempt) -> None:
     )
     create_commit(attempt.store, commit)
     attempt.committed = True
+    if not attempt.single_writer:  # else another writer may have replaced it
+        attempt.made = Current(commit.number, commit)
 
 
 def write_view(attempt: Attempt) -> None:
     """Writes ``.metadata`` for stock readers, if ours is still the highest commit, and makes it agree with that."""
     try:
-        current = read_current(attempt.store)
+        current = read_current(attempt.store, known=attempt.made)
         if current is not None and current.commit.manifest == attempt.ref:
             data, warning = stock_pickle(_manifest(attempt), attempt.storage_data)
             if warning:
                 attempt.warnings.append(warning)
             attempt.store.put(names.STOCK_VIEW, [memoryview(data)], crc32=zlib.crc32(data))
-            settle_view(attempt.store, attempt.ref)
+            settle_view(attempt.store, attempt.ref, attempt.made)
     except Exception as error:  # noqa: BLE001 - the checkpoint stands, whatever goes wrong with the view of it
         attempt.warnings.append(
             f"{attempt.path}: the checkpoint is committed, but its stock view .metadata could not be written: {error}"

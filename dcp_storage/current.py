@@ -57,12 +57,13 @@ def list_commits(entries: Iterable[Entry]) -> list[int]:
     return sorted((n for n in (names.commit_number(e.name) for e in entries) if n), reverse=True)
 
 
-def read_current(store: Store, numbers: list[int] | None = None) -> Current | None:
+def read_current(store: Store, numbers: list[int] | None = None, known: Current | None = None) -> Current | None:
     """The highest commit object whose body passes its check, void or not; None where there is none.
 
     Args:
         store: the folder.
         numbers: the commit numbers, highest first, where a listing was made already.
+        known: a commit that this process itself made, on a store that lets nobody replace it: it is not read again.
 
     Raises:
         IncompatibleCheckpointError: the highest is of a later format.
@@ -76,7 +77,7 @@ def read_current(store: Store, numbers: list[int] | None = None) -> Current | No
                 raise
             return _probe(store)
     for number in numbers:
-        current = _read_commit(store, number)
+        current = known if known is not None and known.number == number else _read_commit(store, number)
         if current is not None:
             return current
     return None

@@ -198,8 +198,7 @@ class GcsStore(Store):
     # -- the folder
 
     def make_folder(self) -> None:
-        """Folders are not real on GCS; raises ObjectNotFoundError where there is no bucket."""
-        self._call(self._request("make_folder"), self._glance)
+        """Nothing to do: folders are not real on GCS. Whether there is a bucket, the next request finds out."""
 
     def now(self) -> float:
         """The ``Date`` of the server's answer to a listing of one name; whole seconds."""

@@ -213,9 +213,7 @@ class S3Store(Store):
     # -- the folder
 
     def make_folder(self) -> None:
-        """Folders are not real on S3; raises ObjectNotFoundError where there is no bucket."""
-        request = self._request("make_folder")
-        self._call(request, lambda client: self._glance(client, request))
+        """Nothing to do: folders are not real on S3. Whether there is a bucket, the next request finds out."""
 
     def now(self) -> float:
         """The ``Date`` of the server's answer to a listing of one key; whole seconds."""

@@ -221,7 +221,6 @@ class TestListing:
         [
             lambda s: s.entries(),
             lambda s: s.folders(),
-            lambda s: s.make_folder(),
             lambda s: s.now(),
             lambda s: s.put("a", pieces(b"1")),
             lambda s: s.create("a", b"1"),

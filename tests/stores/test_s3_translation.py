@@ -45,7 +45,6 @@ READS: dict[str, Callable[[S3Store], Any]] = {
     "read": lambda s: s.read("a", limit=10),
     "read_into": lambda s: s.read_into("a", 0, [memoryview(bytearray(1))]),
     "now": lambda s: s.now(),
-    "make_folder": lambda s: s.make_folder(),
     "open_uploads": lambda s: s.open_uploads(),
 }
 WRITES: dict[str, Callable[[S3Store], Any]] = {
@@ -133,9 +132,7 @@ class TestAnswers:
         assert "credentials" in error.message
 
     @pytest.mark.parametrize("body", [b"<html>gateway", b"<html><body>gateway</body></html>", b"", b"gateway"])
-    @pytest.mark.parametrize(
-        "operation", ["entries", "folders", "open_uploads", "now", "make_folder", "write_part", "put", "create"]
-    )
+    @pytest.mark.parametrize("operation", ["entries", "folders", "open_uploads", "now", "write_part", "put", "create"])
     def test_something_else(self, folder: Folder, proxy: FaultyHTTP, operation: str, body: bytes) -> None:
         """A 200 whose body is no answer of S3 is a passing error, above all no empty folder (I10)."""
         folder.set("a", b"1")
