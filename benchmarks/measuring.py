@@ -210,10 +210,22 @@ def interleaved(
     return figures
 
 
-def rounds_of(rounds: int, one: Callable[[], list[Figure]]) -> list[Figure]:
-    """Sums up rounds that each begin with nothing: a run saves to a new folder, it does not replace its last step."""
-    figures = one()
-    for _ in range(rounds - 1):
-        for total, figure in zip(figures, one(), strict=True):
-            total.add(figure)
-    return figures
+def rounds_of(rounds: int, one: Callable[[int], list[Figure]]) -> list[Figure]:
+    """Sums up rounds that each begin with nothing: a run saves to a new folder, it does not replace its last step.
+
+    Args:
+        rounds: how many.
+        one: given the number of the round, from 0 on, measures its cases, in any order; a round may leave some out.
+
+    Returns:
+        A figure for each case, in the order of the first round, those that it left out last.
+    """
+    figures: dict[tuple[str, str], Figure] = {}
+    for number in range(rounds):
+        for figure in one(number):
+            name = figure.case.label or figure.case.subject, figure.case.action
+            if name in figures:
+                figures[name].add(figure)
+            else:
+                figures[name] = figure
+    return list(figures.values())
