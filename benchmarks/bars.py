@@ -13,6 +13,8 @@ BARS = (
     ("s3_shaped", "load", "wall", "s3torchconnector", "≥", 1.2),
     ("s3_shaped", "save", "wall", "torch Fsspec", "≥", 4.0),
     ("s3_shaped", "save", "wall", "s3torchconnector", "≥", 1.0),
+    ("s3_shaped_gpt2", "save", "wall", "torch Fsspec", "≥", 4.0),
+    ("s3_shaped_gpt2", "save", "wall", "s3torchconnector", "≥", 1.0),
     ("s3_unshaped", "load", "wall", "raw s3fs client", "≥", 0.8),
     ("s3_unshaped", "save", "wall", "raw s3fs client", "≥", 0.8),
     ("s3_unshaped", "load", "cpu", "raw s3fs client", "≤", 1.3),

@@ -22,8 +22,8 @@ from benchmarks.settings import SETTINGS, Scale
 
 __all__ = ["main"]
 
-QUICK = Scale(state="gpt2-2", shaped="gpt2-6", rounds=3, full=False)
-FULL = Scale(state="gpt2", shaped="gpt2-6", rounds=5, full=True)
+QUICK = Scale(state="gpt2-2", local="gpt2", shaped="gpt2-6", rounds=3, full=False)
+FULL = Scale(state="gpt2", local="gpt2", shaped="gpt2-6", rounds=5, full=True)
 HEAD = ("subject", "action", "s (min–max)", "GB/s", "client CPU s/GB", "server CPU s/GB", "peak MiB", "requests")
 
 
