@@ -227,7 +227,7 @@ def local(scale: Scale) -> list[Figure]:
                 figures += interleaved(_both((subject,), scale.local, lambda _: str(place), ""), 1)  # noqa: B023 - now
             return figures
 
-        return rounds_of(2 * scale.rounds, one)
+        return rounds_of(scale.rounds, one)
 
 
 def small(scale: Scale) -> list[Figure]:

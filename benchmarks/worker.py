@@ -54,10 +54,10 @@ def main() -> None:
         Path(warm_url).mkdir(parents=True, exist_ok=True)
         Path(arguments.url).mkdir(parents=True, exist_ok=True)
     place = Place(arguments.url, arguments.endpoint, options)
-    warm = Place(warm_url, arguments.endpoint, options)
-    if arguments.subject != "dd":
-        one.save(make_state("warm"), warm)
-        one.load(empty_like("warm"), warm)
+    if arguments.subject != "dd":  # with the options only where they are measured: others may not know them
+        saving, loading = (options, {}) if arguments.action == "save" else ({}, options)
+        one.save(make_state("warm"), Place(warm_url, arguments.endpoint, saving))
+        one.load(empty_like("warm"), Place(warm_url, arguments.endpoint, loading))
     made = make_state(arguments.state) if arguments.action == "save" else empty_like(arguments.state)
     state = {own + name: tensor for name, tensor in made.items()}
     if ranks > 1:

@@ -101,6 +101,7 @@ class Api:
             ("POST", rf"/storage/v1{item}/compose", self._compose),
             ("POST", rf"/storage/v1{item}/copyTo{other}", self._copy),
             ("POST", rf"/storage/v1{item}/rewriteTo{other}", self._rewrite),
+            ("POST", rf"/storage/v1{item}/moveTo/o/(?P<to_name>[^/]+)", self._move),
             ("POST", r"/batch/storage/v1", self._batch),
             ("GET|HEAD|PUT", XML_PATH, self._xml),
         ]
@@ -253,6 +254,12 @@ class Api:
     def _copy(self, call: Call, bucket: str, name: str, to_bucket: str, to_name: str) -> Reply:
         made = self._duplicate(call, bucket, name, to_bucket, to_name)
         return _described(self.world.bucket(to_bucket), made)
+
+    def _move(self, call: Call, bucket: str, name: str, to_name: str) -> Reply:
+        made = self._duplicate(call, bucket, name, bucket, to_name)
+        if name != to_name:
+            del self.world.bucket(bucket).objects[name]
+        return _described(self.world.bucket(bucket), made)
 
     def _duplicate(self, call: Call, bucket: str, name: str, to_bucket: str, to_name: str) -> StoredObject:
         there, params = self.world.bucket(to_bucket), call.params

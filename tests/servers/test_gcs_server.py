@@ -251,7 +251,7 @@ class TestPreconditions:
         """The status of every verb that writes under ``name``, each on an object in the same state."""
         there = client.get(name).status == 200
         statuses = {}
-        for verb in ("media", "multipart", "begin", "compose", "copyTo", "rewriteTo", "patch", "delete"):
+        for verb in ("media", "multipart", "begin", "compose", "copyTo", "rewriteTo", "moveTo", "patch", "delete"):
             current = client.ask("GET", client.at(name)).json.get("generation", 0)
             asked: dict[str, Any] = {key: (current if value == "live" else value) for key, value in params.items()}
             client.media("source", b"source")
@@ -263,8 +263,9 @@ class TestPreconditions:
                 answer = client.begin(name, **asked)
             elif verb == "compose":
                 answer = client.compose(name, [{"name": "source"}], **asked)
-            elif verb in ("copyTo", "rewriteTo"):
-                tail = f"/{verb}/b/{client.bucket}/o/{quote(name, safe='')}"
+            elif verb in ("copyTo", "rewriteTo", "moveTo"):
+                bucket = "" if verb == "moveTo" else f"/b/{client.bucket}"
+                tail = f"/{verb}{bucket}/o/{quote(name, safe='')}"
                 answer = client.ask("POST", client.at("source", tail, **asked), b"{}")
             elif verb == "patch":
                 answer = client.ask("PATCH", client.at(name, **asked), b"{}")
@@ -546,6 +547,19 @@ class TestCopies:
         assert client.get("b").body == data
         assert client.ask("POST", client.at("a", tail, rewriteToken="x"), b"{}").status == 400
         assert client.ask("POST", client.at("a", tail, maxBytesRewrittenPerCall=5), b"{}").status == 400
+
+    def test_move(self, client: Client) -> None:
+        """A move takes the object away from its old name, in its bucket, and over what was there, unless forbidden."""
+        client.media("a b", b"new")
+        client.media("x/b", b"old")
+        tail = f"/moveTo/o/{quote('x/b', safe='')}"
+        assert client.ask("POST", client.at("a b", tail, ifGenerationMatch=0), b"{}").status == 412
+        assert client.ask("POST", client.at("a b", tail, ifSourceGenerationMatch=1), b"{}").status == 412
+        assert (client.get("a b").body, client.get("x/b").body) == (b"new", b"old")
+        answer = client.ask("POST", client.at("a b", tail), b"{}")
+        assert (answer.status, answer.json["name"]) == (200, "x/b")
+        assert (client.get("a b").status, client.get("x/b").body) == (404, b"new")
+        assert client.ask("POST", client.at("a b", tail), b"{}").status == 404
 
 
 class TestBatch:
