@@ -169,8 +169,9 @@ class _Saver:
         if slot.is_free:  # copies while the ranks tell each other: the training waits for the longer of the two only
             try:
                 found = collect()
-                copies = slot.buffers.stage((leaf.key, leaf.value) for leaf in found)
-                leaves = [Leaf(leaf.path, copy, leaf.kind) for leaf, copy in zip(found, copies, strict=True)]
+                for leaf, copy in zip(found, slot.buffers.stage((leaf.key, leaf.value) for leaf in found), strict=True):
+                    leaf.value = copy
+                leaves = found
             except BaseException as error:  # noqa: BLE001 - raised below, when no rank is left waiting
                 failure = error
         try:

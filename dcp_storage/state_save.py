@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -40,25 +39,25 @@ _TIED = "__tied__."
 """Put before a key in a rank's plan: of which other key its tensor is."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Leaf:
-    """One value to save.
+    """One value to save. There are thousands, and the training waits while they are made.
 
     Attributes:
         path: where it is, as torch keeps it; the dotted path is its key.
-        value: a tensor or an object.
+        value: a tensor or an object; later its copy, where the save goes on behind the training.
         kind: ``"shared"`` is one value for all ranks, or the ranks' parts of it; ``"own"`` is every rank's own;
             ``"plain"`` should be the same on all ranks, which is looked at.
+        key: its key on the store, before that of a rank's own is made of it.
     """
 
     path: Path
     value: Any
     kind: Literal["shared", "own", "plain"]
+    key: str = field(init=False)
 
-    @functools.cached_property
-    def key(self) -> str:
-        """Its key on the store, before that of a rank's own is made of it."""
-        return key_of(self.path)
+    def __post_init__(self) -> None:
+        self.key = key_of(self.path)
 
     def detached(self) -> Any:
         """The value without what autograd has of it. While the training waits for copies, nobody asks for this."""
@@ -92,9 +91,7 @@ def collect(state: MutableMapping[str, Any]) -> list[Leaf]:
         except Exception as error:
             raise portable(error, "Asking for the state", key=part.key) from error
         for path, value in found:
-            leaf = Leaf((part.key, *path), value, kind)
-            if kind == "plain" and _is_placed(value):
-                leaf = replace(leaf, kind="shared")
+            leaf = Leaf((part.key, *path), value, "shared" if kind == "plain" and _is_placed(value) else kind)
             if leaf.key in leaves:
                 raise CheckpointError(f"Two values have the key {leaf.key!r}.", key=leaf.key, kind="planner")
             leaves[leaf.key] = leaf

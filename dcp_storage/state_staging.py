@@ -60,7 +60,10 @@ class Buffers:
         def place(key: str, source: DTensor) -> Any:
             local = keep(key, source.to_local())
             known = self._placed.get(key)
-            if known is None or known._local_tensor is not local or known._spec != source._spec:
+            spec = None if known is None else known._spec
+            # The same object from save to save, as a rule: comparing two takes longer than copying a small tensor.
+            alike = spec is source._spec or spec == source._spec
+            if known is None or known._local_tensor is not local or not alike:
                 # from_local would move the copy to the mesh's device.
                 known = DTensor(local, source._spec, requires_grad=False)  # type: ignore[no-untyped-call]
             placed[key] = known  # making one takes longer than copying a small tensor

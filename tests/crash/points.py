@@ -27,7 +27,7 @@ REPEATS: frozenset[Mode] = frozenset({"again", "late"})
 """The modes in which something is done after the process has ended."""
 
 _TOKEN = re.compile(r"(?<![a-z0-9])[a-z][a-z0-9]{15}(?![a-z0-9])")
-_FOLDER = re.compile(r"t\d{5}")
+_FOLDER = re.compile(r"(?<![a-z0-9])t\d{5}(?![a-z0-9])")  # one token in two thousand has such letters in it
 _UPLOAD = re.compile(r"(uploadId|upload_id)=[^&]*")
 
 

@@ -15,6 +15,7 @@ from dcp_storage.stores.local_syscalls import Syscalls
 from dcp_storage.testing.dictstore import DictStore
 from dcp_storage.tools.delete import FINISH, sweep_with
 from dcp_storage.tools.pins import pin_folder
+from tests.crash.points import plain
 from tests.protocol.acting import commit_now
 
 A, B = "a" * 16, "b" * 16
@@ -85,3 +86,9 @@ def test_a_file_that_cannot_be_made_durable_is_said(tmp_path: Path) -> None:
     with pytest.raises(StoreError) as caught:
         LocalStore(tmp_path, calls=Syscalls(fsync=fail)).make_durable(["a"])
     assert (caught.value.operation, caught.value.key, caught.value.errno) == ("make_durable", "a", errno.EIO)
+
+
+def test_a_token_that_looks_like_a_folder() -> None:
+    """A call is the same in every run, also where a token happens to have the letters of a trial's folder in it."""
+    calls = [f"write t00012/run/.manifest.{token}.{token} @0" for token in (A, "abct12345defghij", "t12345abcdefghij")]
+    assert {plain(call) for call in calls} == {"write T/run/.manifest.*.* @0"}
