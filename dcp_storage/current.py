@@ -294,8 +294,19 @@ def nothing_committed(store: Store, current: Current | None) -> CheckpointNotFou
             "interrupted or is still running; load an older checkpoint.",
             path=store.url,
         )
-    what = f"only {', '.join(sorted(found)[:3])}" if found else "nothing"
-    return CheckpointNotFoundError(f"{store.url}: there is no checkpoint here ({what} in this folder).", path=store.url)
+    what = f"only {', '.join(sorted(found)[:3])} in this folder" if found else "nothing in this folder"
+    inside = [] if found else _folders_of(store)
+    if inside:
+        shown = ", ".join(inside[-3:])
+        what = f"only {len(inside)} folders, the last of them {shown}; a run's checkpoints are in its folders"
+    return CheckpointNotFoundError(f"{store.url}: there is no checkpoint here ({what}).", path=store.url)
+
+
+def _folders_of(store: Store) -> list[str]:
+    try:
+        return sorted(store.folders())
+    except StoreError:  # what is known of it already is worth more than this error
+        return []
 
 
 def _wrong(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 
 from dcp_storage import names
 from dcp_storage.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, portable
@@ -65,14 +65,14 @@ class RunKeeper:
         return self.folder.child(Run(self.folder).name_for(step)).location.url
 
     def choose(
-        self, step: int | None, *, fall_back: bool, damaged: Mapping[int, CheckpointError]
+        self, step: int | None, *, fall_back: bool, damaged: MutableMapping[int, CheckpointError]
     ) -> tuple[tuple[int, str], list[str]]:
         """The step to load, its folder, and what is to be said of newer ones.
 
         Args:
             step: the one that was asked for; None for the newest.
             fall_back: whether older steps are looked at where files are missing or have other sizes.
-            damaged: steps that turned out to be damaged while they were loaded.
+            damaged: steps that turned out to be damaged while they were loaded; those found now are added.
 
         Raises:
             CheckpointNotFoundError: there is none.
@@ -80,14 +80,13 @@ class RunKeeper:
         """
         run = Run(self.folder)
         said: list[str] = []
-        wrong: dict[int, CheckpointError] = dict(damaged)
         while True:
-            found = self._next(run, step, wrong, said)
+            found = self._next(run, step, damaged, said)
             error = is_whole(run, found) if fall_back else None
             if error is None:
                 return (found.step, found.url), said
             said.append(f"Step {found.step} is damaged and was passed over: {error}")
-            wrong[found.step] = error
+            damaged[found.step] = error
 
     def _next(self, run: Run, step: int | None, wrong: Mapping[int, CheckpointError], said: list[str]) -> StepFolder:
         if step is not None and not wrong:

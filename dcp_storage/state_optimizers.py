@@ -61,6 +61,7 @@ class OptimizerPart:
         self._flat = FlatGroups()
         self._loose: list[tuple[Path, Wish]] = []
         self._kept: set[str] = set()
+        self._unlike: set[str] = set()  # parameters whose saved state does not fit, in whole or in part
         self._bare: list[str] = []
         self._strays: list[tuple[str, Stored]] = []
         self._here: dict[str, str] = {}  # where on the store a parameter's state begins → the parameter
@@ -88,7 +89,7 @@ class OptimizerPart:
     def match(self, stored: Mapping[str, Stored], findings: Findings) -> None:
         """See :class:`~dcp_storage.state_findings.Part`."""
         self._state, self._groups, self._loose, self._kept, self._bare, self._strays = {}, [], [], set(), [], []
-        self._flat, self._here, self._findings = FlatGroups(), {}, findings
+        self._flat, self._here, self._findings, self._unlike = FlatGroups(), {}, findings, set()
         if not stored:
             for name in (name for group in self.names for name in group):
                 findings.lacks(f"{self.key}.state.{name}")
@@ -110,10 +111,13 @@ class OptimizerPart:
                     rest = key[len(f"state.{owner}.") :]
                     self._here[_bare_key(found.source).removesuffix(f".{rest}" if rest else "")] = owner
                     self._want(f"{self.key}.{key}", rest, owner, parameters[owner], found, findings)
+        for name in self._unlike:  # half a state is none: the next step would fail on what is not there
+            left = [wish for _, wish in self._state.pop(name, [])]
+            findings.wishes[:] = [wish for wish in findings.wishes if not any(wish is one for one in left)]
         if not self._groups and not self._flat.parameters:
             findings.lacks(f"{self.key}.param_groups")
         for name, parameter in parameters.items():
-            if name in self._state or not parameter.requires_grad:
+            if name in self._state or name in self._unlike or not parameter.requires_grad:
                 continue
             if findings.excluded(f"{self.key}.state.{name}"):
                 self._kept.add(name)
@@ -258,6 +262,16 @@ class OptimizerPart:
             live = live.get(part) if isinstance(live, dict) else None
         dtype = None
         target: Any = live if isinstance(live, torch.Tensor) else None
+        if target is None and found.is_tensor:
+            # Without a live state a size of its own may be right (a factored moment), but not that of a saved parameter
+            # that was found not to be this one's.
+            saved = str(tuple(found.meta.size))  # type: ignore[union-attr]
+            if saved in {findings.shapes[of][1] for of in self._keys_of(parameter) if of in findings.shapes}:
+                findings.used.add(key)
+                findings.shapes[key] = (str(tuple(parameter.shape)), saved)
+                self._kept.add(name)
+                self._unlike.add(name)
+                return
         if target is None and found.is_tensor and found.meta.size == parameter.shape and parameter.dim():  # type: ignore[union-attr]
             kind = found.meta.properties.dtype  # type: ignore[union-attr]
             target = torch.empty_like(parameter.detach(), dtype=kind)
@@ -275,6 +289,12 @@ class OptimizerPart:
             self._state.setdefault(name, []).append((path, wish))
         else:
             self._kept.add(name)
+            self._unlike.add(name)
+
+    def _keys_of(self, parameter: torch.Tensor) -> list[str]:
+        """The keys of a parameter in the modules that were handed over with the optimizer."""
+        names = [(module.key, module.parameter_names().get(id(parameter))) for module in self._modules]
+        return [f"{key}.{name}" for key, name in names if name is not None]
 
 
 def _bare_key(source: str) -> str:

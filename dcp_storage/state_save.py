@@ -174,12 +174,15 @@ def save_leaves(
         shown = ", ".join(map(repr, different[:20])) + (
             f" and {len(different) - 20} more" if len(different) > 20 else ""
         )
-        sentence = (
-            f"These plain values differ between ranks: {shown}. Each rank's own is kept; say so by PerRank(...), or "
-            "make them the same."
-        )
+        differ = f"These plain values differ between ranks: {shown}."
         if differing == "error":
-            raise CheckpointError(sentence, path=path, key=different[0], kind="differs")
+            raise CheckpointError(
+                f"{differ} Nothing was saved: make them the same, or keep each rank's own by PerRank(...).",
+                path=path,
+                key=different[0],
+                kind="differs",
+            )
+        sentence = f"{differ} Each rank's own is kept; say so by PerRank(...), or make them the same."
         # Before the save, and agreed upon: where warnings are errors, nothing is saved.
         text = sentence
         ranks.agree("Warning", path, lambda: warnings.warn(text, stacklevel=6) if ranks.rank == 0 else None)

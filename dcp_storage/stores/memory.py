@@ -63,7 +63,8 @@ class MemoryStore(Store):
     def entries(self) -> list[Entry]:
         prefix = f"{self._folder}/"
         found = []
-        for key, file in tuple(self._objects.items()):
+        # A copy is one step; going through the items is not, and another thread may add one meanwhile.
+        for key, file in self._objects.copy().items():
             name = key.removeprefix(prefix)
             if key.startswith(prefix) and "/" not in name:
                 found.append(Entry(name, len(file.getvalue()), file.modified.timestamp()))
@@ -73,7 +74,7 @@ class MemoryStore(Store):
 
     def folders(self) -> list[str]:
         prefix = f"{self._folder.rstrip('/')}/"
-        paths = [key for key in tuple(self._objects) if key.startswith(prefix)]
+        paths = [key for key in self._objects.copy() if key.startswith(prefix)]
         if not paths and self._folder in self._objects:
             raise self._no_folder("folders", self._folder)
         inside = [path.removeprefix(prefix).partition("/") for path in paths]

@@ -375,3 +375,13 @@ def test_a_bucket_that_is_not_there_is_no_checkpoint() -> None:
     found = nothing_committed(missing, None)
     assert type(found) is CheckpointNotFoundError
     assert "no such bucket" in str(found)
+
+
+def test_the_folder_of_a_run() -> None:
+    """Where there are only folders, as in a run, that is said, and what the last ones are called."""
+    objects = DictStore.Objects()
+    for number in (9, 10, 11, 12):
+        commit_now(DictStore(objects, folder=f"run/step-{number:08d}"), "a" * 16)
+    message = nothing_committed(DictStore(objects, folder="run"), None).message
+    assert "only 4 folders" in message
+    assert "step-00000010, step-00000011, step-00000012" in message

@@ -221,3 +221,35 @@ def test_a_default_device_makes_no_difference(tmp_path: Path) -> None:
     assert state["n"] == [1, (2,)]
     assert_equal(found.state_dict(), optimizer.state_dict())
     assert_equal(dict(other.state_dict()), dict(model.state_dict()))
+
+
+@pytest.mark.parametrize("stepped_before", [False, True])
+def test_a_parameter_of_another_shape_keeps_the_state_it_has(tmp_path: Path, stepped_before: bool) -> None:
+    """Moments of a parameter that has another shape by now are named and left out whole, step count and all; those of
+    the others are loaded, and the next step goes well.
+    """
+
+    def made(out: int, steps: int) -> tuple[nn.Module, Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, out))
+        optimizer = AdamW(model.parameters())
+        for _ in range(steps):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, optimizer
+
+    model, optimizer = made(4, 3)
+    path = str(tmp_path / "c")
+    DCP.save({"model": model, "opt": optimizer}, checkpoint_id=path)
+    moments = copy.deepcopy(optimizer.state_dict()["state"])
+    model, optimizer = made(6, int(stepped_before))
+    own = copy.deepcopy(optimizer.state_dict()["state"])
+    with pytest.raises(IncompatibleCheckpointError) as caught:
+        DCP.load({"model": model, "opt": optimizer}, checkpoint_id=path)
+    report = DCP.load({"model": model, "opt": optimizer}, checkpoint_id=path, strict=False)
+    assert "opt.state.1.weight.exp_avg" in caught.value.message
+    assert {"model.1.weight", "opt.state.1.weight.exp_avg", "opt.state.1.bias.exp_avg_sq"} <= set(report.shapes)
+    assert_equal(optimizer.state_dict()["state"], {0: moments[0], 1: moments[1], **{k: own[k] for k in own if k > 1}})
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()

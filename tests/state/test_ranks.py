@@ -154,6 +154,7 @@ def test_the_rule_of_the_new_seeds() -> None:
 def refuse(rank: int, world: int, path: str) -> Any:
     with pytest.raises(CheckpointError) as caught:
         DCP.save({"a": {"b": rank}, "same": 1}, checkpoint_id=path, differing="error")
+    assert "Nothing was saved" in caught.value.message
     return caught.value.kind, caught.value.key
 
 
@@ -340,3 +341,40 @@ def test_plain_torch_reads_what_is_shared_and_what_is_own(tmp_path: Path, ranks:
     ranks.run(save_all, 2, path)
     wanted = [{"step": 7, "__per_rank__": {str(rank): {"py": f"rank{rank}"}}} for rank in range(2)]
     assert ranks.run(read_plainly, 2, path) == wanted
+
+
+def another_head(rank: int, world: int, path: str) -> Any:
+    """A sharded model whose last layer has grown, beside a fresh optimizer."""
+
+    def made(out: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, out))
+        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+        return model, torch.optim.AdamW(model.parameters())
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = made(4)
+    step(model, optimizer)
+    DCP.save({"model": model, "opt": optimizer, "step": 5}, checkpoint_id=path)
+    model, optimizer = made(6)
+    template = {"model": model, "opt": optimizer, "step": 0}
+    with pytest.raises(IncompatibleCheckpointError) as caught:
+        DCP.load(template, checkpoint_id=path)
+    report = DCP.load(template, checkpoint_id=path, strict=False)
+    step(model, optimizer)
+    return caught.value.message, report.shapes, template["step"]
+
+
+def test_a_fresh_optimizer_of_a_model_that_has_grown(tmp_path: Path, ranks: RankPool) -> None:
+    """Every shape that does not fit is named, the moments' too; what fits is loaded where that is asked for, and the
+    next step goes well.
+    """
+    wanted = [f"model.1.{name}" for name in ("bias", "weight")]
+    wanted += [f"opt.state.1.{name}.{moment}" for name in ("bias", "weight") for moment in ("exp_avg", "exp_avg_sq")]
+    for message, shapes, step in ranks.run(another_head, 2, str(tmp_path / "c")):
+        assert (sorted(shapes), step) == (wanted, 5)
+        assert all(key in message for key in wanted)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import gc
 import threading
 import uuid
 from collections.abc import Callable
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from dcp_storage.errors import ObjectExistsError, ObjectTooShortError, StoreError
 from dcp_storage.store import Atomicity, Store
@@ -131,3 +133,30 @@ def test_an_upload_needs_all_its_parts(path: str) -> None:
     assert store.read("a", limit=10) == b"another's"
     with pytest.raises(StoreError):
         upload.complete()
+
+
+def test_objects_that_come_while_others_are_listed(path: str) -> None:
+    """A listing goes on although objects are added while it is made, by another thread or by a finalizer."""
+    fs = MemoryFileSystem()
+    fs.store = {}
+    store = MemoryStore(path, fs=fs)
+    for number in range(2000):
+        store.put(f"a{number}", [memoryview(b"x")])
+    came: list[str] = []
+
+    def add(phase: str, _: dict[str, int]) -> None:
+        came.append(f"later{len(came)}")
+        fs.store[f"/{path}/later/{len(came)}"] = fs.store[f"/{path}/a0"]
+
+    before = gc.get_threshold()
+    gc.callbacks.append(add)
+    gc.set_threshold(1)
+    try:
+        found = store.entries()
+        folders = store.folders()
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(add)
+    assert came
+    assert {entry.name for entry in found} == {f"a{number}" for number in range(2000)}
+    assert folders in ([], ["later"])
