@@ -29,7 +29,6 @@ from dcp_storage.state_save import Differing
 from dcp_storage.tools.delete import seconds_of
 from dcp_storage.tools.opening import folder_at
 from dcp_storage.tools.retention import Rule
-from dcp_storage.tools.runs import step_name
 from dcp_storage.writer import FsspecStorageWriter
 
 __all__ = ["CheckpointManager"]
@@ -167,9 +166,8 @@ class CheckpointManager(RunCalls):
             CheckpointExistsError: the step is there, or another save of it committed first.
             CheckpointError: the save failed, or the one in the background before it did.
         """
-        step_name(step)
         self._background.settle(self._ranks())
-        url = self._told("Looking for a step", lambda: self._keeper.url_for(step))
+        url = self._told_of(step, "Looking for a step", lambda: self._keeper.url_for(step))
         begun = self._watch.begin()
         report = DCP.save(state, **self._save_arguments(url, overwrite, planner, differing))
         self._watch.saved(step, begun)
@@ -208,9 +206,8 @@ class CheckpointManager(RunCalls):
         Raises:
             CheckpointError: the save could not begin, or the one before it failed.
         """
-        step_name(step)
         self._background.settle(self._ranks())
-        url = self._told("Looking for a step", lambda: self._keeper.url_for(step))
+        url = self._told_of(step, "Looking for a step", lambda: self._keeper.url_for(step))
         begun = self._watch.begin()
         arguments = self._save_arguments(url, overwrite, planner, differing)
         try:
@@ -273,8 +270,6 @@ class CheckpointManager(RunCalls):
             CorruptCheckpointError: it is damaged; with ``fall_back``, so are all older ones.
             CheckpointError: whatever else went wrong, on every rank.
         """
-        if step is not None:
-            step_name(step)
         self._hear()
         said: list[str] = []
         news: list[str] = []
@@ -285,7 +280,7 @@ class CheckpointManager(RunCalls):
             return found, [*news, *more]
 
         while True:
-            (chosen, url), more = self._told("Looking for a step", look)
+            (chosen, url), more = self._told_of(step, "Looking for a step", look)
             said += more
             try:
                 report = DCP.load(

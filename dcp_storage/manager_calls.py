@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from dcp_storage.errors import CheckpointError
 from dcp_storage.manager_pending import Background
 from dcp_storage.manager_run import RunKeeper
 from dcp_storage.state_ranks import Ranks
@@ -121,6 +122,26 @@ class RunCalls:
         ranks = self._ranks()
         told = ranks.agree(doing, self.root, lambda: work() if ranks.rank == 0 else None, plain=(UserWarning,))
         return told[0]  # type: ignore[return-value]
+
+    def _told_of(self, step: int | None, doing: str, work: Callable[[], T]) -> T:
+        """As :meth:`_told`, of a step: all ranks have to ask for the same, and one that is no step is told to all."""
+        ranks = self._ranks()
+
+        def mine() -> tuple[int | None, T | None]:
+            if step is not None:
+                step_name(step)
+            return step, work() if ranks.rank == 0 else None
+
+        told = ranks.agree(doing, self.root, mine, plain=(UserWarning, TypeError, ValueError))
+        asked = [one for one, _ in told]
+        for rank, one in enumerate(asked):
+            if one != asked[0]:
+                raise CheckpointError(
+                    f"{self.root}: the ranks ask for different steps: rank 0 for {asked[0]}, rank {rank} for {one}.",
+                    path=self.root,
+                    kind="step",
+                )
+        return told[0][1]  # type: ignore[return-value]
 
     def _told_and_warned(self, doing: str, work: Callable[[], tuple[T, list[str]]]) -> tuple[T, list[str]]:
         """As :meth:`_told`, of a finding and sentences of which the coordinator warns.

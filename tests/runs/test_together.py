@@ -234,3 +234,26 @@ def test_alone_an_error_stays_what_it_is(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setattr(manager._keeper, "steps", fail(error))
         with pytest.raises(type(error)):
             manager.steps()
+
+
+def _asks(rank: int, world: int, root: str) -> list[str]:
+    """Calls in which one rank asks for another step, or for something that is none."""
+    manager = CheckpointManager(root)
+    manager.save(1, state(1))
+    manager.save(2, state(2))
+    seen = []
+    wrong: list[Any] = [1 + rank, "x" if rank else 1, -1 if rank else 1]
+    for step in wrong:
+        seen += [raised_by(lambda: manager.save(step, state(3))), raised_by(lambda: manager.load(state(0), step))]  # noqa: B023
+        seen.append(raised_by(lambda: manager.async_save(step, state(3))))  # noqa: B023
+    assert manager.steps() == [1, 2]
+    return seen
+
+
+def test_all_ranks_ask_for_the_same_step(ranks: RankPool, tmp_path: Path) -> None:
+    """A rank that asks for another step than rank 0, or for none that there can be, is told so, and so are the others
+    at once; nothing is saved or loaded.
+    """
+    first, second = ranks.run(_asks, 2, str(tmp_path / "run"), timeout=60)
+    assert first == ["CheckpointError step"] * 3 + ["CheckpointError hook"] * 6
+    assert second == ["CheckpointError step"] * 3 + ["TypeError"] * 3 + ["ValueError"] * 3
