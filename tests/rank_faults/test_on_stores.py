@@ -120,8 +120,8 @@ def test_killed(request: pytest.FixtureRequest, ranks: RankPool, store: str, whe
 @pytest.mark.parametrize("on", [BAD, 0])
 @pytest.mark.parametrize("store", STORES)
 def test_refused(request: pytest.FixtureRequest, ranks: RankPool, store: str, on: int) -> None:
-    """A part that the store refuses on one rank: all ranks are told operation, folder and file; no upload and no file
-    of that rank is left, and the old checkpoint stands.
+    """A part that the store refuses on one rank: all ranks are told by whom and why; no upload and no file of that
+    rank is left, and the old checkpoint stands.
     """
     place = place_of(request, store)
     ranks.run(save_all, WORLD, plain(place), 0)
