@@ -39,21 +39,18 @@ class Item:
     blocks: tuple[int, ...]
 
 
-def cells_of(item: Encoded) -> Iterator[int]:
+def cells_of(item: Encoded) -> list[int]:
     """The bytes of each cell of an item: head (may be 0), blocks, tail (may be 0)."""
-    yield item.payload_offset
     block = block_size(item.payload_length)
-    for at in range(0, item.payload_length, block):
-        yield min(block, item.payload_length - at)
-    yield item.length - item.payload_offset - item.payload_length
+    full, rest = divmod(item.payload_length, block)
+    tail = item.length - item.payload_offset - item.payload_length
+    return [item.payload_offset, *[block] * full, *([rest] if rest else []), tail]
 
 
-def known_of(item: Encoded) -> Iterator[int | None]:
+def known_of(item: Encoded) -> list[int | None]:
     """The CRC-32 of each cell of an item where it is known before the bytes go by, else None."""
-    yield None
     blocks = -(-item.payload_length // block_size(item.payload_length))
-    yield from item.blocks or (None for _ in range(blocks))
-    yield None
+    return [None, *(item.blocks or [None] * blocks), None]
 
 
 def piece_sums(buffers: Buffers, lengths: Sequence[int], known: Sequence[int | None] = ()) -> PartSums:
@@ -87,23 +84,38 @@ def sums_of_items(items: Sequence[Encoded], parts: Sequence[PartSums]) -> list[I
     """Puts the items' sums together from those of a file's parts.
 
     Args:
-        items: the file's items, in order; only their lengths are looked at.
+        items: the file's items, in order; their buffers are not looked at.
         parts: the file's parts, in order.
     """
     pieces = (piece for part in parts for piece in part.pieces)
     out = []
     for item in items:
-        cells = [_cell(pieces, length) for length in cells_of(item)]
-        blocks = cells[1:-1]
-        payload = combine_all(blocks)
-        whole = combine_all([cells[0], (payload, item.payload_length), cells[-1]])
-        out.append(Item(whole, payload, block_size(item.payload_length), tuple(crc for crc, _ in blocks)))
+        head, *lengths, tail = cells_of(item)
+        first = _cell(pieces, head)
+        if item.blocks:
+            blocks, payload = item.blocks, item.payload_crc32
+            _pass(pieces, item.payload_length)
+        else:
+            cells = [_cell(pieces, length) for length in lengths]
+            blocks, payload = tuple(crc for crc, _ in cells), combine_all(cells)
+        whole = combine_all([first, (payload, item.payload_length), _cell(pieces, tail)])
+        out.append(Item(whole, payload, block_size(item.payload_length), blocks))
     return out
 
 
+def _pass(pieces: Iterator[Piece], length: int) -> None:
+    while length:
+        length -= next(pieces)[1]
+
+
 def _cell(pieces: Iterator[Piece], length: int) -> Piece:
-    found: list[Piece] = []
-    missing = length
+    if not length:
+        return 0, 0
+    piece = next(pieces)
+    if piece[1] == length:  # nearly all of them: parts have few borders
+        return piece
+    found = [piece]
+    missing = length - piece[1]
     while missing:
         piece = next(pieces)
         found.append(piece)

@@ -38,6 +38,7 @@ class Encoded:
         stride: its element strides where they are not those of a contiguous tensor.
         copied: bytes held beyond the caller's own tensors (a budget counts them).
         blocks: CRC-32 of each block of the payload where they are known already, else empty.
+        payload_crc32: CRC-32 of the payload, with ``blocks``.
     """
 
     buffers: list[memoryview] = field(default_factory=list)
@@ -49,6 +50,7 @@ class Encoded:
     stride: tuple[int, ...] | None = None
     copied: int = 0
     blocks: tuple[int, ...] = ()
+    payload_crc32: int = 0
 
 
 _SMALL = 1 << 20  # bytes of payload up to which what surrounds it is remembered by kind of tensor
@@ -252,8 +254,10 @@ def _fill_sealed(out: Encoded, tensor: torch.Tensor, memory: memoryview) -> None
         before, after = _unsummed(tensor, memory)
     block = block_size(length)
     out.blocks = block_sums(memory, block)
-    payload = combine_all([(crc, min(block, length - k * block)) for k, crc in enumerate(out.blocks)])
-    before, after = seal(before, length, after, payload)
+    whole, rest = divmod(length, block)
+    pieces = [*zip(out.blocks, [block] * whole, strict=False), *([(out.blocks[-1], rest)] if rest else [])]
+    out.payload_crc32 = combine_all(pieces)
+    before, after = seal(before, length, after, out.payload_crc32)
     out.buffers = [memoryview(before), memory, memoryview(after)]
     out.payload_offset = len(before)
     out.length = len(before) + length + len(after)

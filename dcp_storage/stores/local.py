@@ -32,6 +32,7 @@ class LocalStore(Store):
 
     Args:
         path: the folder; a relative one is made absolute at once.
+        direct: whether large parts are written past the page cache (``O_DIRECT``) where the folder is on a disk.
         calls: the system calls; for tests.
     """
 
@@ -39,8 +40,9 @@ class LocalStore(Store):
     remote = False
     max_parts = 1 << 31
 
-    def __init__(self, path: str | os.PathLike[str], *, calls: Syscalls | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, direct: bool = True, calls: Syscalls | None = None) -> None:
         self.url = str(Path(path).absolute())
+        self._direct = direct
         self._calls = calls or Syscalls()
 
     @property
@@ -155,7 +157,7 @@ class LocalStore(Store):
             sync_folder(self._calls, self.url)
 
     def upload(self, name: str) -> Upload:
-        return LocalUpload(self._calls, self.url, check_name(name))
+        return LocalUpload(self._calls, self.url, check_name(name), direct=self._direct)
 
     def delete(self, names: Iterable[str]) -> None:
         paths = [(name, self._path(name)) for name in names]

@@ -9,13 +9,14 @@ import threading
 
 from dcp_storage.errors import StoreError
 from dcp_storage.store import Buffers, Upload, total
+from dcp_storage.stores.local_direct import Direct, is_on_a_disk, skip
 from dcp_storage.stores.local_syscalls import Syscalls, sync_folder, write_all
 from dcp_storage.stores.parts import Parts
 from dcp_storage.stores.translate import store_error
 
 __all__ = ["LocalUpload"]
 
-_WORTH_RESERVING = 1 << 20  # bytes of a part
+_LARGE = 1 << 20  # bytes of a part for which space is set aside, and which is written past the page cache
 
 
 class LocalUpload(Upload):
@@ -28,12 +29,13 @@ class LocalUpload(Upload):
         calls: the system calls.
         folder: absolute path.
         name: the file's name.
+        direct: whether large parts are written past the page cache, where the file is on a disk that can do so.
 
     Raises:
         StoreError: the file cannot be made.
     """
 
-    def __init__(self, calls: Syscalls, folder: str, name: str) -> None:
+    def __init__(self, calls: Syscalls, folder: str, name: str, *, direct: bool = True) -> None:
         self._calls = calls
         self._folder = folder
         self._name = name
@@ -47,16 +49,24 @@ class LocalUpload(Upload):
             self._fd = calls.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise self._error(error, "upload") from error
+        self._wants_direct = direct and is_on_a_disk(self._fd)
+        self._direct: Direct | None = None
 
     def write_part(self, number: int, offset: int, buffers: Buffers, *, crc32: int | None = None) -> None:
         if self._state != "open":
             raise self._ended("write_part")
-        size = total(buffers)
+        size, done = total(buffers), 0
         try:
-            with self._turn:
-                if size >= _WORTH_RESERVING:
+            if size >= _LARGE:
+                with self._turn:
                     self._calls.reserve(self._fd, offset, size)
-                write_all(self._calls, self._fd, buffers, offset)
+                    if self._wants_direct and self._direct is None:
+                        self._direct = Direct(self._calls, self._path)
+                if self._direct is not None:
+                    done = self._direct.write(buffers, offset, size)
+            if done < size:
+                with self._turn:
+                    write_all(self._calls, self._fd, skip(buffers, done), offset + done)
         except OSError as error:
             raise self._error(error, "write_part") from error
         self._parts.add(number, offset, size)
@@ -80,7 +90,7 @@ class LocalUpload(Upload):
                 try:
                     self._calls.fsync(self._fd)
                 finally:
-                    self._calls.close(self._fd)
+                    self._close()
                 sync_folder(self._calls, self._folder)
             except OSError as error:
                 made = self._error(error, "complete")
@@ -95,7 +105,7 @@ class LocalUpload(Upload):
             if self._state == "open":
                 self._state = "failed"
                 with contextlib.suppress(OSError):  # what could not be written is about to be removed
-                    self._calls.close(self._fd)
+                    self._close()
             try:
                 with contextlib.suppress(FileNotFoundError):
                     self._calls.unlink(self._path)
@@ -104,6 +114,13 @@ class LocalUpload(Upload):
             except OSError as error:
                 raise self._error(error, "abort") from error
             self._state = "aborted"
+
+    def _close(self) -> None:
+        try:
+            if self._direct is not None:
+                self._direct.close()
+        finally:
+            self._calls.close(self._fd)
 
     def _error(self, error: OSError, operation: str) -> StoreError:
         return store_error(error, operation, self._folder, self._name, writes=True)

@@ -30,7 +30,8 @@ def open_store(
 
     Args:
         location: from :func:`~dcp_storage.stores.location.parse_location`.
-        storage_options: what fsspec's filesystem takes, untouched; a local folder needs none and ignores them.
+        storage_options: what fsspec's filesystem takes, untouched. A local folder needs none and ignores them, but for
+            ``direct_io`` (default True): False keeps what is saved in the page cache.
         max_concurrency: most requests at once, for stores that keep a pool of connections.
         engine: what moves the bytes of S3 and GCS, ``"fsspec"`` or ``"obstore"``; local disk and ``memory://`` have
             stores of their own, whatever is said here.
@@ -47,7 +48,7 @@ def open_store(
     chained = location.url != f"{location.protocol}://{location.path}"
     try:
         if location.protocol == "file":
-            return LocalStore(location.path)
+            return LocalStore(location.path, direct=_flag(options, "direct_io"))
         if location.protocol == "memory":
             return MemoryStore(location.path, fs=fsspec.filesystem("memory", **options))
         if engine == "obstore":
@@ -78,6 +79,13 @@ def open_store(
         ) from error
     except Exception as error:
         raise store_error(error, "open_store", shown) from error
+
+
+def _flag(options: Mapping[str, Any], name: str) -> bool:
+    value = options.get(name, True)
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is True or False, not {value!r}")
+    return value
 
 
 def _open_generic(location: Location, options: dict[str, Any], shown: str, *, chained: bool) -> Store:
