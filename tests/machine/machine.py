@@ -15,7 +15,7 @@ from dcp_storage.testing.faults import HEALTHY, NamedFault
 from tests.machine import works
 from tests.machine.beds import Bed
 from tests.machine.judge import judge
-from tests.machine.members import WRITES, Gate, Late, Member, about
+from tests.machine.members import WRITES, Gate, Late, Member, about, operation_of
 from tests.machine.model import Doer, Model, ViolationError, number_of
 from tests.machine.places import FOREIGN, MISHAPS, PLACES, SAVING, is_at
 from tests.machine.tally import Tally
@@ -133,7 +133,7 @@ class Machine(RuleBasedStateMachine):
         member = self._chosen(who)
         self._to(member, place)
         self._run(member, run)
-        if sent and self.bed.loses and _operation(member) in WRITES:
+        if sent and self.bed.loses and operation_of(member) in WRITES:
             self._step(member, "later")
         if member.waiting is not None:
             self._step(member, "kill")
@@ -182,9 +182,11 @@ class Machine(RuleBasedStateMachine):
             self._befall(len(self.members) - 1, "listing", "refuse", run)
 
     @precondition(room)
-    @rule(past=st.integers(0, 2), run=RUN)
-    def slow_prune(self, past: int, run: int) -> None:
+    @rule(past=st.integers(0, 2), run=RUN, leftovers=st.booleans())
+    def slow_prune(self, past: int, run: int, leftovers: bool) -> None:
         """A prune that takes everything that nothing names stands still around its fence, and somebody saves."""
+        if leftovers:  # else it may well find nothing to take, and makes no fence
+            self.unlucky_save("plain", "kill", "commit", 0)
         self.prune(0.0, False, 0)
         if self.members and self._to(self.members[-1], "commit"):
             self._run(self.members[-1], past)
@@ -330,7 +332,7 @@ class Machine(RuleBasedStateMachine):
     def _befall(self, who: int, place: str, mode: str, run: int) -> None:
         self._note(f"{mode} {who} {place}")
         member = self._chosen(who)
-        if self._to(member, place) and (mode != "nowhere" or _operation(member) == "put"):
+        if self._to(member, place) and (mode != "nowhere" or operation_of(member) == "put"):
             self._step(member, mode)
             self.tally.faults[mode] += 1
             self._run(member, run)
@@ -394,7 +396,3 @@ def machine_on(make_bed: Callable[[], Bed], tally: Tally, fault: NamedFault = HE
         fault: what all members do wrong.
     """
     return type("Played", (Machine,), {"make_bed": staticmethod(make_bed), "tally": tally, "fault": fault})
-
-
-def _operation(member: Member) -> str:
-    return member.waiting.operation if member.waiting is not None else ""

@@ -15,7 +15,7 @@ from dcp_storage.wrappers import Request, RequestStore
 from tests.machine.model import Doer
 from tests.protocol.schedule import Actor
 
-__all__ = ["WRITES", "Gate", "Late", "Member", "about"]
+__all__ = ["WRITES", "Gate", "Late", "Member", "about", "operation_of"]
 
 T = TypeVar("T")
 
@@ -127,3 +127,8 @@ def _unwrapped(work: Callable[[Store], Any], store: Store) -> Any:
     except CheckpointException as error:
         first = error.failures[min(error.failures)][0]
         raise first from None
+
+
+def operation_of(member: Member) -> str:
+    """The operation that the member waits to do; empty where it has ended."""
+    return member.waiting.operation if member.waiting is not None else ""
