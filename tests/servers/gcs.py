@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 
-from tests.servers.gcs_objects import Refusal
+from tests.servers.gcs_refusal import Refusal
 from tests.servers.gcs_routes import Api, Call, Reply
 
 __all__ = ["GcsServer", "Hook", "gcs_server"]
@@ -180,27 +180,29 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(reply.body[: len(reply.body) // 2] if cut else reply.body)
 
-    def _body(self, share: float) -> tuple[bytes, bool]:
+    def _body(self, share: float) -> tuple[bytearray, bool]:
         """The body, or this share of it, and whether it is all."""
         if "chunked" in self.headers.get("Transfer-Encoding", ""):
             return self._chunks(), True
         size = int(self.headers.get("Content-Length", 0))
         wanted = int(size * share)
-        body, held = memoryview(bytearray(wanted)), 0
-        try:
-            while held < wanted and (count := self.rfile.readinto(body[held : held + PIECE])):
-                held += count
-        except OSError:
-            return bytes(body[:held]), False
-        return bytes(body[:held]), held == size
+        body, held, broken = bytearray(wanted), 0, False
+        with memoryview(body) as view:
+            try:
+                while held < wanted and (count := self.rfile.readinto(view[held : held + PIECE])):
+                    held += count
+            except OSError:
+                broken = True
+        del body[held:]
+        return body, held == size and not broken
 
-    def _chunks(self) -> bytes:
+    def _chunks(self) -> bytearray:
         body = bytearray()
         while size := int(self.rfile.readline().split(b";")[0], 16):
             body += self.rfile.read(size)
             self.rfile.readline()
         self.rfile.readline()
-        return bytes(body)
+        return body
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
         """Tests read ``seen`` instead."""
@@ -216,10 +218,14 @@ class _Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def gcs_server() -> Iterator[GcsServer]:
-    """Runs a server in threads of this process."""
+def gcs_server(*, with_md5: bool = True) -> Iterator[GcsServer]:
+    """Runs a server in threads of this process.
+
+    Args:
+        with_md5: whether objects have an MD5; Google's composite ones have none either.
+    """
     server = _Server(("127.0.0.1", 0), _Handler)
-    server.gcs = GcsServer(f"http://127.0.0.1:{server.server_address[1]}", Api())
+    server.gcs = GcsServer(f"http://127.0.0.1:{server.server_address[1]}", Api(with_md5=with_md5))
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
     thread.start()
     try:

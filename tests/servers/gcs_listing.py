@@ -6,7 +6,8 @@ import base64
 import re
 from typing import Any
 
-from tests.servers.gcs_objects import Bucket, Params, Refusal
+from tests.servers.gcs_objects import Bucket, Params
+from tests.servers.gcs_refusal import Refusal
 
 __all__ = ["list_objects", "only"]
 

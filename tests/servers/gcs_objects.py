@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
-import hashlib
 import re
 import secrets
 import threading
@@ -13,52 +11,14 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
-import google_crc32c
+from tests.servers.gcs_hashes import Hashed, hashed
+from tests.servers.gcs_refusal import Refusal
 
-__all__ = ["Bucket", "Params", "Refusal", "StoredObject", "World", "check_hashes", "check_live", "crc32c_text"]
+__all__ = ["Bucket", "Params", "StoredObject", "World", "check_live"]
 
 Params = Mapping[str, str]
 
-REASONS = {
-    304: "notModified",
-    400: "invalid",
-    401: "authError",
-    403: "forbidden",
-    404: "notFound",
-    405: "methodNotAllowed",
-    409: "conflict",
-    410: "gone",
-    412: "conditionNotMet",
-    416: "requestedRangeNotSatisfiable",
-}
 FIXED = ("contentType", "contentEncoding", "cacheControl", "contentDisposition", "contentLanguage", "metadata")
-
-
-class Refusal(Exception):  # noqa: N818 - it is an answer, not an error of the server
-    """An answer that says no.
-
-    Attributes:
-        status: the HTTP status.
-        message: for people.
-        headers: extra headers of the answer.
-    """
-
-    def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.headers = dict(headers or {})
-
-    @property
-    def resource(self) -> dict[str, Any]:
-        """The JSON body."""
-        entry = {"message": self.message, "domain": "global", "reason": REASONS.get(self.status, "backendError")}
-        return {"error": {"code": self.status, "message": self.message, "errors": [entry]}}
-
-
-def crc32c_text(data: bytes) -> str:
-    """The CRC-32C of ``data`` as GCS writes it: big-endian, in base64."""
-    return base64.b64encode(google_crc32c.value(data).to_bytes(4, "big")).decode("ascii")
 
 
 @dataclass
@@ -135,9 +95,14 @@ class Bucket:
 
 
 class World:
-    """All buckets under one lock, so that every change is atomic."""
+    """All buckets under one lock, so that every change is atomic.
 
-    def __init__(self) -> None:
+    Attributes:
+        with_md5: whether objects have an MD5.
+    """
+
+    def __init__(self, *, with_md5: bool = True) -> None:
+        self.with_md5 = with_md5
         self.lock = threading.Lock()
         self.buckets: dict[str, Bucket] = {}
         self._generation = secrets.randbelow(1 << 20) + 1_700_000_000_000_000
@@ -158,15 +123,22 @@ class World:
         return self.buckets[name]
 
     def write(
-        self, bucket: Bucket, name: str, data: bytes, resource: Mapping[str, Any], *, components: int | None = None
+        self,
+        bucket: Bucket,
+        name: str,
+        data: bytes | Hashed,
+        resource: Mapping[str, Any],
+        *,
+        components: int | None = None,
     ) -> StoredObject:
         """Makes ``data`` the live object of this name; a composite one (``components``) has no MD5."""
         if not name or len(name.encode()) > 1024 or "\r" in name or "\n" in name or name in (".", ".."):
             raise Refusal(400, f"Invalid object name: {name!r}")
         self._generation += 1
-        md5 = None if components else base64.b64encode(hashlib.md5(data).digest()).decode("ascii")
+        if not isinstance(data, Hashed):
+            data = hashed(data, with_md5=self.with_md5 and not components)
         fields = {key: resource[key] for key in FIXED if key in resource}
-        made = StoredObject(name, data, self._generation, fields, crc32c_text(data), md5, components)
+        made = StoredObject(name, data.data, self._generation, fields, data.crc32c_text, data.md5_text, components)
         bucket.objects[name] = made
         return made
 
@@ -199,31 +171,3 @@ def check_live(found: StoredObject | None, params: Params, *, prefix: str = "if"
             raise Refusal(412, "At least one of the pre-conditions you specified did not hold.")
         if unwanted is not None and (unwanted == actual or actual is None):
             raise Refusal(304 if reads else 412, "At least one of the pre-conditions you specified did not hold.")
-
-
-def check_hashes(data: bytes, resource: Mapping[str, Any], header: str | None) -> None:
-    """Holds bytes against the hashes that came with them, in the resource or in ``x-goog-hash``.
-
-    Raises:
-        Refusal: 400 where one is malformed or differs.
-    """
-    given: list[tuple[str, Any]] = [("crc32c", resource.get("crc32c")), ("md5", resource.get("md5Hash"))]
-    for item in (header or "").split(","):
-        kind, _, value = item.strip().partition("=")
-        if kind:
-            given.append((kind, value))
-    for kind, value in given:
-        if value is None:
-            continue
-        try:
-            wanted = base64.b64decode(value, validate=True)
-        except (binascii.Error, TypeError, ValueError):
-            raise Refusal(400, f"Invalid {kind}: {value!r}") from None
-        if kind == "crc32c":
-            actual = google_crc32c.value(data).to_bytes(4, "big")
-        elif kind == "md5":
-            actual = hashlib.md5(data).digest()
-        else:
-            raise Refusal(400, f"Unknown hash {kind!r}")
-        if wanted != actual:
-            raise Refusal(400, f"Provided {kind} {value!r} does not match that of the content.")

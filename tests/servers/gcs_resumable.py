@@ -12,7 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.servers.gcs_objects import Params, Refusal, StoredObject, World, check_hashes, check_live
+from tests.servers.gcs_hashes import Hashing, check_hashes
+from tests.servers.gcs_objects import Params, StoredObject, World, check_live
+from tests.servers.gcs_refusal import Refusal
 
 __all__ = ["CHUNK", "Resumable"]
 
@@ -28,6 +30,7 @@ class Resumable:
         name: its name.
         resource: what the client said of it when it began.
         params: the query it began with; its preconditions are checked at the beginning and at the end.
+        hashing: the hashes of ``kept``.
         kept: the bytes that have arrived.
         made: the object, once it is there.
         cancelled: whether a DELETE has ended it.
@@ -37,12 +40,15 @@ class Resumable:
     name: str
     resource: Mapping[str, Any]
     params: Params
+    hashing: Hashing
     kept: bytearray = field(default_factory=bytearray)
     made: StoredObject | None = None
     cancelled: bool = False
     size: int | None = None
 
-    def put(self, world: World, content_range: str | None, body: bytes, hashes: str | None) -> StoredObject | None:
+    def put(
+        self, world: World, content_range: str | None, body: bytes | bytearray, hashes: str | None
+    ) -> StoredObject | None:
         """A chunk, the last chunk, or a question how far it is.
 
         Returns:
@@ -69,18 +75,18 @@ class Resumable:
                 raise Refusal(400, f"The chunk begins at {first}, but only {len(self.kept)} bytes are kept.")
             if (size is None or last + 1 < size) and len(body) % CHUNK:
                 raise Refusal(400, f"{len(body)} bytes, but a chunk that is not the last is a multiple of 256 KiB.")
-            self.kept += body[len(self.kept) - first :]
+            self._keep(memoryview(body)[len(self.kept) - first :])
         if self.size is None or len(self.kept) < self.size:
             return None
         return self._finish(world, hashes)
 
-    def cut(self, content_range: str | None, body: bytes) -> None:
+    def cut(self, content_range: str | None, body: bytes | bytearray) -> None:
         """A chunk whose connection broke after ``body``: what fills whole 256 KiB is kept."""
         match = re.fullmatch(r"bytes (\d+)-\d+/(?:\d+|\*)", content_range or f"bytes 0-{len(body)}/*")
         if match is None or self.made is not None or self.cancelled or int(match[1]) > len(self.kept):
             return
         end = (int(match[1]) + len(body)) // CHUNK * CHUNK
-        self.kept += body[len(self.kept) - int(match[1]) : max(end - int(match[1]), 0)]
+        self._keep(memoryview(body)[len(self.kept) - int(match[1]) : max(end - int(match[1]), 0)])
 
     def cancel(self) -> None:
         """Always ends in a Refusal: 499, or 410 where there was nothing to cancel."""
@@ -94,7 +100,7 @@ class Resumable:
         """The headers of a 308."""
         return {"Range": f"bytes=0-{len(self.kept) - 1}"} if self.kept else {}
 
-    def _parse(self, content_range: str | None, body: bytes) -> tuple[int | None, int | None, int | None]:
+    def _parse(self, content_range: str | None, body: bytes | bytearray) -> tuple[int | None, int | None, int | None]:
         if content_range is None:
             return (0, len(body) - 1, len(body)) if body else (None, None, 0)
         match = re.fullmatch(r"bytes (?:(\d+)-(\d+)|\*)/(\d+|\*)", content_range)
@@ -105,14 +111,20 @@ class Resumable:
         size = None if match[3] == "*" else int(match[3])
         return (None, None, size) if match[1] is None else (int(match[1]), int(match[2]), size)
 
+    def _keep(self, view: memoryview) -> None:
+        piece = bytes(view)
+        self.kept += piece
+        self.hashing.take(piece)
+
     def _finish(self, world: World, hashes: str | None) -> StoredObject:
         bucket = world.bucket(self.bucket)
+        data = self.hashing.of(bytes(self.kept))
         try:
             check_live(bucket.objects.get(self.name), self.params)
-            check_hashes(bytes(self.kept), self.resource, hashes)
+            check_hashes(data, self.resource, hashes)
         except Refusal:
             self.cancelled = True
             raise
-        self.made = world.write(bucket, self.name, bytes(self.kept), self.resource)
+        self.made = world.write(bucket, self.name, data, self.resource)
         self.kept.clear()
         return self.made

@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from tests.servers.gcs_hashes import Hashed, Hashing, check_hashes, hashed
 from tests.servers.gcs_listing import list_objects
-from tests.servers.gcs_objects import Bucket, Refusal, StoredObject, World, check_hashes, check_live
+from tests.servers.gcs_objects import Bucket, StoredObject, World, check_live
+from tests.servers.gcs_refusal import Refusal
 from tests.servers.gcs_resumable import Resumable
 from tests.servers.gcs_xml import XML_PATH, get_object, put_object
 
@@ -28,14 +30,25 @@ MIB = 1024 * 1024
 
 @dataclass
 class Call:
-    """One request; ``headers`` have lower-case names, ``complete`` is false where the body broke off."""
+    """One request.
+
+    Attributes:
+        method: the verb.
+        target: path and query as sent.
+        headers: with lower-case names.
+        body: as far as it came.
+        complete: false where it broke off.
+        origin: scheme and host of the server.
+        content: of a whole upload: what was said of the object, and its bytes.
+    """
 
     method: str
     target: str
     headers: Mapping[str, str]
-    body: bytes = b""
+    body: bytes | bytearray = b""
     complete: bool = True
     origin: str = ""
+    content: tuple[dict[str, Any], Hashed] | None = None
 
     @property
     def path(self) -> str:
@@ -80,9 +93,9 @@ class Api:
         ignores_conditions: whether whole uploads are written whatever their preconditions, as some emulators do.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, with_md5: bool = True) -> None:
         self.ignores_conditions = False
-        self.world = World()
+        self.world = World(with_md5=with_md5)
         self.sessions: dict[str, Resumable] = {}
         self._rewrites: dict[str, tuple[str, int]] = {}
         item = r"/b/(?P<bucket>[^/]+)/o/(?P<name>[^/]+)"
@@ -111,6 +124,8 @@ class Api:
         try:
             if call.path == "/batch/storage/v1":  # its parts take the lock one by one, as they are not atomic together
                 return self._batch(call)
+            if call.path.startswith("/upload/") and call.complete and call.method == "POST":
+                call.content = self._content(call)  # copied and hashed while others go on
             with self.world.lock:
                 return self._dispatch(call)
         except Refusal as refusal:
@@ -155,21 +170,29 @@ class Api:
 
     def _upload(self, call: Call, bucket: str) -> Reply:
         there = self.world.bucket(bucket)
-        params, kind = call.params, call.params.get("uploadType")
-        if kind == "resumable":
+        params = call.params
+        if params.get("uploadType") == "resumable":
             return self._begin(call, there)
-        if kind == "media":
-            resource: dict[str, Any] = {"contentType": call.headers.get("content-type", "application/octet-stream")}
-            data = call.body
-        elif kind == "multipart":
-            resource, data = _two_parts(call)
-        else:
-            raise Refusal(400, f"Unknown uploadType {kind!r}")
+        if call.content is None:
+            raise Refusal(400, f"Unknown uploadType {params.get('uploadType')!r}")
+        resource, data = call.content
         name = str(params.get("name") or resource.get("name") or "")
         check_hashes(data, resource, call.headers.get("x-goog-hash"))
         if not self.ignores_conditions:
             check_live(there.objects.get(name), params)
         return _described(there, self.world.write(there, name, data, resource))
+
+    def _content(self, call: Call) -> tuple[dict[str, Any], Hashed] | None:
+        """What a whole upload says of its object, and the object's bytes; None where it is another request."""
+        kind = call.params.get("uploadType")
+        if kind == "media":
+            resource: dict[str, Any] = {"contentType": call.headers.get("content-type", "application/octet-stream")}
+            data = bytes(call.body)
+        elif kind == "multipart":
+            resource, data = _two_parts(call)
+        else:
+            return None
+        return resource, hashed(data, with_md5=self.world.with_md5)
 
     def _begin(self, call: Call, bucket: Bucket) -> Reply:
         resource, params = call.json(), call.params
@@ -180,7 +203,7 @@ class Api:
         if "x-upload-content-type" in call.headers:
             resource = {"contentType": call.headers["x-upload-content-type"], **resource}
         token = secrets.token_urlsafe(24)
-        self.sessions[token] = Resumable(bucket.name, name, resource, params)
+        self.sessions[token] = Resumable(bucket.name, name, resource, params, Hashing(self.world.with_md5))
         query = f"uploadType=resumable&upload_id={token}"
         return Reply(200, {"Location": f"{call.origin}{call.path}?{query}", "X-GUploader-UploadID": token})
 
@@ -352,7 +375,7 @@ def _boundary(call: Call) -> bytes:
     return b"--" + boundary.encode()
 
 
-def _part(body: bytes, start: int, end: int) -> tuple[dict[str, str], bytes]:
+def _part(body: bytes | bytearray, start: int, end: int) -> tuple[dict[str, str], bytes]:
     """Headers and content of the part whose boundary ends at ``start`` and which ends at ``end``."""
     most = min(end, start + LONGEST_HEAD)  # the content may be large
     first = body.find(b"\n", start, most) + 1
@@ -363,10 +386,10 @@ def _part(body: bytes, start: int, end: int) -> tuple[dict[str, str], bytes]:
         raise Refusal(400, "A part has no end of its headers.")
     at, width = min(ends)
     lines = (line.partition(":") for line in body[first:at].decode("utf-8").splitlines())
-    return {key.strip().lower(): value.strip() for key, _, value in lines}, body[at + width : end]
+    return {key.strip().lower(): value.strip() for key, _, value in lines}, bytes(memoryview(body)[at + width : end])
 
 
-def _line_end(body: bytes, at: int) -> int:
+def _line_end(body: bytes | bytearray, at: int) -> int:
     """Where the content before a boundary at ``at`` ends: the line break between belongs to the boundary."""
     return at - (2 if body[at - 2 : at] == b"\r\n" else 1)
 

@@ -6,7 +6,9 @@ import re
 from collections.abc import Mapping
 from email.utils import format_datetime
 
-from tests.servers.gcs_objects import Refusal, StoredObject, World, check_hashes, check_live
+from tests.servers.gcs_hashes import check_hashes, hashed
+from tests.servers.gcs_objects import StoredObject, World, check_live
+from tests.servers.gcs_refusal import Refusal
 
 __all__ = ["XML_PATH", "get_object", "put_object"]
 
@@ -19,14 +21,15 @@ CONDITION = {"x-goog-if-generation-match": "ifGenerationMatch"}
 Answer = tuple[int, dict[str, str], bytes]
 
 
-def put_object(world: World, bucket: str, name: str, headers: Mapping[str, str], body: bytes) -> Answer:
+def put_object(world: World, bucket: str, name: str, headers: Mapping[str, str], body: bytes | bytearray) -> Answer:
     """Writes an object, on the condition and with the metadata that stand in the headers."""
     there = world.bucket(bucket)
     check_live(there.objects.get(name), {CONDITION[key]: value for key, value in headers.items() if key in CONDITION})
-    check_hashes(body, {"md5Hash": headers.get("content-md5")}, headers.get("x-goog-hash"))
+    data = hashed(bytes(body), with_md5=world.with_md5)
+    check_hashes(data, {"md5Hash": headers.get("content-md5")}, headers.get("x-goog-hash"))
     noted = {key.removeprefix(META): value for key, value in headers.items() if key.startswith(META)}
     fields = {"contentType": headers.get("content-type", "application/octet-stream")}
-    made = world.write(there, name, body, {**fields, **({"metadata": noted} if noted else {})})
+    made = world.write(there, name, data, {**fields, **({"metadata": noted} if noted else {})})
     return 200, _described(made), b""
 
 
