@@ -8,11 +8,15 @@ from typing import Any, Protocol
 
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from dcp_storage.per_rank import PerRank
 from dcp_storage.state_tree import Path, key_of
 
-__all__ = ["Findings", "Own", "Part", "Stored", "Wish", "below", "inner_path"]
+__all__ = ["UNNAMED", "Findings", "Own", "Part", "Stored", "Wish", "below", "full_key", "inner_name", "inner_path"]
+
+UNNAMED = "\0"
+"""The inner name of what a dict has under the empty text; ``""`` is the name of the dict itself."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +137,9 @@ class Findings:
         elif not isinstance(stored.meta, TensorStorageMetadata):
             self.shapes[key] = (str(tuple(target.size())), "a Python object")
             return None
+        elif _shares_memory(target):
+            self.shapes[key] = (f"{tuple(target.size())}, its elements in shared memory", str(tuple(stored.meta.size)))
+            return None
         elif tuple(stored.meta.size) != tuple(target.size()):
             self.shapes[key] = (str(tuple(target.size())), str(tuple(stored.meta.size)))
             return None
@@ -149,9 +156,29 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def _shares_memory(target: torch.Tensor) -> bool:
+    """Whether several elements of a tensor are one, as in what ``expand`` gives: it cannot be filled with values."""
+    local = target.to_local() if isinstance(target, DTensor) else target
+    if local.layout is not torch.strided or not local.numel():
+        return False
+    return any(size > 1 and step == 0 for size, step in zip(local.shape, local.stride(), strict=True))
+
+
+def inner_name(path: Path) -> str:
+    """The name below a part of what is at a path in it, as :func:`below` has it."""
+    return key_of(path) or (UNNAMED if path else "")
+
+
+def full_key(key: str, name: str) -> str:
+    """A part's key and a name below it, put together again."""
+    if name == UNNAMED:
+        return f"{key}."
+    return f"{key}.{name}" if name else key
+
+
 def below(view: Mapping[str, Stored], key: str) -> dict[str, Stored]:
     """What is under a key: names below it (``""`` for the key itself) → what is there."""
-    found = {name[len(key) + 1 :]: stored for name, stored in view.items() if name.startswith(f"{key}.")}
+    found = {name[len(key) + 1 :] or UNNAMED: stored for name, stored in view.items() if name.startswith(f"{key}.")}
     if key in view:
         found[""] = view[key]
     return found
@@ -162,6 +189,6 @@ def inner_path(name: str, stored: Stored) -> Path:
     if not name:
         return ()
     for at in range(len(stored.path) - 1, -1, -1):
-        if key_of(stored.path[at:]) == name:
+        if inner_name(stored.path[at:]) == name:
             return stored.path[at:]
     return (name,)

@@ -64,8 +64,8 @@ class KeyChoice:
         new = self._prefixes[prefix]
         if new is None:
             return None
-        rest = stored[len(prefix) :].removeprefix(".") if prefix else stored
-        return f"{new}.{rest}" if new and rest else new or rest
+        rest = stored[len(prefix) :] if prefix else f".{stored}"  # from a dot on, or empty
+        return new + rest if new else rest.removeprefix(".")
 
     def leaves_out(self, key: str, dropped: Callable[[str], bool]) -> bool:
         """Whether a key of the template is one that the caller does not want filled.

@@ -39,6 +39,7 @@ class _Told:
     dtypes: dict[str, tuple[str, str]]
     asks: bool
     wants: Wants
+    how: tuple[bool, bool]
 
 
 @dataclass
@@ -47,6 +48,7 @@ class _Load:
 
     state: MutableMapping[str, Any]
     choice: KeyChoice
+    how: tuple[bool, bool]  # strict, allow_dtype_cast
     parts: Parts = field(default_factory=list)
     findings: Findings = field(default_factory=Findings)
     spread: Spread = field(default_factory=Spread)
@@ -75,7 +77,7 @@ class _Load:
         left = [key for key in self.view.names(self.state) if key not in found.used and not self.view.leaves_out(key)]
         asks = any(part.questions() for part in self.optimizers)
         wants = wants_of(found.wishes, self.view)
-        return _Told(tuple(self.state), found.missing, left, found.shapes, found.dtypes, asks, wants)
+        return _Told(tuple(self.state), found.missing, left, found.shapes, found.dtypes, asks, wants, self.how)
 
     @property
     def optimizers(self) -> list[OptimizerPart]:
@@ -112,13 +114,14 @@ def load_state(
     path = getattr(reader, "checkpoint_id", None)
     path = None if path is None else str(path)
     source = Source(reader, ranks.rank)
-    load = _Load(state, choice)
+    load = _Load(state, choice, (strict, allow_dtype_cast))
     told = ranks.agree(
         "Comparing the template with the checkpoint",
         path,
         lambda: load.hold(source, ranks, path),
         plain=(TypeError, ValueError),
     )
+    _check_alike(told, path)
     if sharing is not None:
         sharing.decide(False)  # the few objects that are asked for first are not worth it
     if any(one.asks for one in told):
@@ -138,6 +141,19 @@ def load_state(
     known = getattr(reader, "report", None)
     report = known if isinstance(known, LoadReport) else LoadReport(path or "")
     return _fill(report, load, [key for key in unexpected if _inside(key, state)], notes)
+
+
+def _check_alike(told: Sequence[_Told], path: str | None) -> None:
+    """Ranks that judge differently would part here: some would raise, and the others wait for them."""
+    for at, name in enumerate(("strict", "allow_dtype_cast")):
+        for rank, one in enumerate(told):
+            if one.how[at] != told[0].how[at]:
+                raise CheckpointError(
+                    f"{path}: {name} is {told[0].how[at]} on rank 0 and {one.how[at]} on rank {rank}; every rank must "
+                    "say the same. Nothing was changed.",
+                    path=path,
+                    kind="options",
+                )
 
 
 def _read(ranks: Ranks, flat: dict[str, Any], source: Source, planner: LoadPlanner | None, path: str | None) -> None:

@@ -168,7 +168,7 @@ def save_leaves(
     """
     path = getattr(writer, "checkpoint_id", None)
     path = None if path is None else str(path)
-    named, different = _divide(ranks, leaves, path)
+    named, different = _divide(ranks, leaves, path, differing)
     sentence = None
     if different:
         shown = ", ".join(map(repr, different[:20])) + (
@@ -203,16 +203,27 @@ def save_leaves(
     return report
 
 
-def _divide(ranks: Ranks, leaves: Sequence[Leaf], path: str | None) -> tuple[list[tuple[Path, Any]], list[str]]:
+def _divide(
+    ranks: Ranks, leaves: Sequence[Leaf], path: str | None, differing: Differing
+) -> tuple[list[tuple[Path, Any]], list[str]]:
     """The values under the names that they get on the store, and the keys that differ between ranks."""
     digests: dict[str, tuple[bool, bytes]] = {}
 
-    def compare() -> bytes:
+    def compare() -> tuple[bytes, Differing]:
         digests.update(_digests(ranks, leaves))
-        return digest_of(digests)
+        return digest_of(digests), differing
 
     different: set[str] = set()
-    if len(set(ranks.agree("Comparing the ranks", path, compare))) > 1:
+    told = ranks.agree("Comparing the ranks", path, compare)
+    for rank, (_, other) in enumerate(told):
+        if other != told[0][1]:
+            raise CheckpointError(
+                f"differing is {told[0][1]!r} on rank 0 and {other!r} on rank {rank}; every rank has to say the same. "
+                "Nothing was saved.",
+                path=path,
+                kind="options",
+            )
+    if len({digest for digest, _ in told}) > 1:
         tables = ranks.gather(digests)
         for key in set().union(*tables):
             seen = {table[key] for table in tables if key in table}

@@ -9,16 +9,12 @@ import torch
 
 from dcp_storage.errors import portable
 from dcp_storage.per_rank import RngState
-from dcp_storage.state_findings import Findings, Own, Stored, Wish, inner_path
+from dcp_storage.state_findings import UNNAMED, Findings, Own, Stored, Wish, full_key, inner_name, inner_path
 from dcp_storage.state_tree import Numeral, Path, flatten, key_of, kinds_of, rebuild, set_at
 
 __all__ = ["RngPart", "StatefulPart", "TreePart"]
 
 Leaves = list[tuple[Path, Path, Any]]
-
-
-def _full(key: str, name: str) -> str:
-    return f"{key}.{name}" if name else key
 
 
 class TreePart:
@@ -64,25 +60,26 @@ class TreePart:
         self._wishes = []
         replaced: set[Path] = set()
         for path, text, value in self.template():
-            name = key_of(text)
+            name = inner_name(text)
             is_tensor = isinstance(value, torch.Tensor)
             if name in stored:
                 target = value if is_tensor and stored[name].is_tensor else None
-                self._want(path, (), _full(self.key, name), stored[name], findings, target)
+                self._want(path, (), full_key(self.key, name), stored[name], findings, target)
                 continue
-            inner = [] if is_tensor else [n for n in stored if not name or n.startswith(f"{name}.")]
+            prefix = f"{key_of(text)}." if text else ""
+            inner = [] if is_tensor else [n for n in stored if n.startswith(prefix)]
             for found in inner:
-                rest = found[len(name) + 1 :] if name else found
-                self._want(path, inner_path(rest, stored[found]), _full(self.key, found), stored[found], findings)
+                rest = found[len(prefix) :] or (UNNAMED if text else "")
+                self._want(path, inner_path(rest, stored[found]), full_key(self.key, found), stored[found], findings)
             if inner:
                 continue
-            above = next((cut for cut in range(len(text) - 1, -1, -1) if key_of(text[:cut]) in stored), None)
+            above = next((cut for cut in range(len(text) - 1, -1, -1) if inner_name(text[:cut]) in stored), None)
             if above is None:
-                findings.lacks(_full(self.key, name))
+                findings.lacks(full_key(self.key, name))
             elif path[:above] not in replaced:
                 replaced.add(path[:above])
-                found = key_of(text[:above])
-                self._want(path[:above], (), _full(self.key, found), stored[found], findings)
+                found = inner_name(text[:above])
+                self._want(path[:above], (), full_key(self.key, found), stored[found], findings)
 
     def _want(self, at: Path, rest: Path, key: str, stored: Stored, findings: Findings, target: Any = None) -> None:
         wish = findings.want(key, stored, target)
@@ -132,7 +129,7 @@ class StatefulPart:
         present = self.value.state_dict()
         template = list(flatten(present))
         self._kinds = dict(kinds_of(present))
-        here = {key_of(text): (path, text, value) for path, text, value in template}
+        here = {inner_name(text): (path, text, value) for path, text, value in template}
         tensors = {name for name, (_, _, value) in here.items() if isinstance(value, torch.Tensor)}
         real = _real_keys(template)
         for name, found in stored.items():
@@ -141,11 +138,11 @@ class StatefulPart:
             text = inner_path(name, found)
             path = tuple(real.get(text[: at + 1], part) for at, part in enumerate(text))
             target = here[name][2] if name in tensors and found.is_tensor else None
-            wish = findings.want(_full(self.key, name), found, target)
+            wish = findings.want(full_key(self.key, name), found, target)
             self._result.append((path, wish, target))
         for name, (_, text, value) in here.items():
             path = tuple(real[text[: at + 1]] for at in range(len(text)))
-            key = _full(self.key, name)
+            key = full_key(self.key, name)
             if name in stored or not (name in tensors or not stored or findings.excluded(key)):
                 continue
             findings.lacks(key)
@@ -216,7 +213,7 @@ class RngPart:
             if name not in stored:
                 findings.lacks(f"{self.key}.{name}")
         for name, found in stored.items():
-            wish = findings.want(_full(self.key, name), found)
+            wish = findings.want(full_key(self.key, name), found)
             if wish is not None:
                 self._wishes.append((inner_path(name, found), wish))
 

@@ -378,3 +378,32 @@ def test_a_fresh_optimizer_of_a_model_that_has_grown(tmp_path: Path, ranks: Rank
     for message, shapes, step in ranks.run(another_head, 2, str(tmp_path / "c")):
         assert (sorted(shapes), step) == (wanted, 5)
         assert all(key in message for key in wanted)
+
+
+def apart(rank: int, world: int, path: str) -> Any:
+    """Ranks that ask for different things: each call's kind of error, and what the state is afterwards."""
+    said = []
+    state: dict[str, Any] = {"a": torch.ones(2), "b": torch.ones(2)}
+    DCP.save(state, checkpoint_id=path)
+    into: dict[str, Any] = {"a": torch.zeros(2), "b": torch.zeros(3)}
+    calls = [
+        lambda: DCP.load(into, checkpoint_id=path, strict=rank == 0),
+        lambda: DCP.load(into, checkpoint_id=path, strict=False, allow_dtype_cast=rank == 0),
+        lambda: DCP.save(state, checkpoint_id=path + "b", differing="warn" if rank else "error"),
+    ]
+    for call in calls:
+        with pytest.raises(CheckpointError) as caught:
+            call()  # type: ignore[no-untyped-call]
+        said.append((caught.value.kind, str(caught.value)))
+    return said, into["a"].tolist()
+
+
+def test_ranks_that_ask_for_different_things(tmp_path: Path, ranks: RankPool) -> None:
+    """All are told at once what differs and where, and nothing is loaded or saved; nobody waits for the time-out."""
+    for said, kept in ranks.run(apart, 2, str(tmp_path / "c")):
+        assert [kind for kind, _ in said] == ["options"] * 3
+        for (_, text), name in zip(said, ("strict", "allow_dtype_cast", "differing"), strict=True):
+            assert name in text
+            assert "rank 1" in text
+        assert kept == [0.0, 0.0]
+    assert not (tmp_path / "cb").exists() or not list((tmp_path / "cb").glob(".commit*"))

@@ -364,3 +364,54 @@ def test_a_model_may_be_without_state(tmp_path: Path) -> None:
     DCP.save({"model": nn.Dropout(), "net": net(1), "empty": {}, "none": []}, checkpoint_id=tmp_path / "c")
     state = {"model": nn.Dropout(), "net": net(2), "empty": {}, "none": []}
     assert DCP.load(state, checkpoint_id=tmp_path / "c").ok
+
+
+@pytest.mark.parametrize(
+    "value",
+    [{"": 1}, {"": 1, "a": 2}, {"": {"": torch.ones(2)}}, {"a": {"": [torch.ones(1), 2]}}, {"": {"a": 1}}],
+    ids=["alone", "beside another", "twice", "further in", "a dict"],
+)
+def test_an_empty_text_as_a_key(tmp_path: Path, value: dict[str, Any]) -> None:
+    """A dict may have the empty text as a key, anywhere below an entry, and it comes back; in a Stateful as well."""
+    DCP.save({"cfg": value, "live": Kept(value)}, checkpoint_id=tmp_path / "c")
+    into: dict[str, Any] = {"cfg": zeroed(value), "live": Kept(zeroed(value))}
+    DCP.load(into, checkpoint_id=tmp_path / "c")
+    assert_equal(into["cfg"], value)
+    assert_equal(into["live"].value, value)
+    replaced: dict[str, Any] = {"cfg": dict.fromkeys(value, None)}
+    DCP.load(replaced, checkpoint_id=tmp_path / "c", keys=["cfg"])
+    assert_equal(replaced["cfg"], value)
+
+
+class Kept:
+    """A Stateful that has what it is given."""
+
+    def __init__(self, value: dict[str, Any]) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.value
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state
+
+
+def zeroed(value: Any) -> Any:
+    """The same nesting, with nothing of the values."""
+    if isinstance(value, dict):
+        return {key: zeroed(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [zeroed(inner) for inner in value]
+    return torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0
+
+
+def test_a_target_whose_elements_are_one(tmp_path: Path) -> None:
+    """A tensor that ``expand`` made cannot be filled: that is said before anything changes, and with the rest."""
+    DCP.save({"a": torch.ones(4), "b": torch.arange(4.0)}, checkpoint_id=tmp_path / "c")
+    into: dict[str, Any] = {"a": torch.zeros(4), "b": torch.zeros(1).expand(4)}
+    with pytest.raises(IncompatibleCheckpointError, match=r"b is \(4,\), its elements in shared memory"):
+        DCP.load(into, checkpoint_id=tmp_path / "c")
+    assert into["a"].tolist() == [0.0] * 4
+    report = DCP.load(into, checkpoint_id=tmp_path / "c", strict=False)
+    assert into["a"].tolist() == [1.0] * 4
+    assert "b" in report.shapes or "b" in report.untouched
