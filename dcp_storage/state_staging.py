@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -38,22 +38,26 @@ class Buffers:
         """
         used: dict[str, torch.Tensor] = {}
         placed: dict[str, Any] = {}
-        copied: dict[Hashable, torch.Tensor] = {}
+        copied: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         devices: set[torch.device] = set()
 
         def keep(key: str, source: torch.Tensor) -> torch.Tensor:
-            at = place_of(source)
-            if at is not None and at in copied:  # tied: the same elements under another key
-                return copied[at]
+            plain = type(source) is torch.Tensor and source.layout is torch.strided
+            begin = source.data_ptr() if plain else 0
+            begins_here = copied.setdefault(begin, []) if begin else []
+            for other, copy_of_it in begins_here:  # few do, and comparing takes longer than copying a small tensor
+                at = place_of(source)
+                if at is not None and at == place_of(other):  # tied: the same elements under another key
+                    return copy_of_it
             target = self._kept.get(key)
             if target is None or not _fits(target, source):
                 target = _memory_for(source)
             used[key] = target
-            if at is not None:
-                copied[at] = target
-            on_device = source.device.type != "cpu"
-            target.copy_(source, non_blocking=on_device)
-            if on_device:
+            begins_here.append((source, target))
+            if source.is_cpu:
+                target.copy_(source)
+            else:
+                target.copy_(source, non_blocking=True)
                 devices.add(source.device)
             return target
 
@@ -94,8 +98,8 @@ def _copied(key: str, value: Any, keep: Callable[[str, torch.Tensor], torch.Tens
 
 
 def _fits(target: torch.Tensor, source: torch.Tensor) -> bool:
-    alike = target.shape == source.shape and target.dtype == source.dtype
-    return alike and (not _is_pinnable(source) or target.is_pinned())
+    alike = target.shape == source.shape and target.dtype is source.dtype
+    return alike and (source.is_cpu or not _is_pinnable(source) or target.is_pinned())
 
 
 def _is_pinnable(source: torch.Tensor) -> bool:
