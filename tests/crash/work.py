@@ -17,6 +17,7 @@ from torch.distributed.checkpoint import CheckpointException
 from dcp_storage import FsspecStorageWriter, SaveOptions
 from dcp_storage.errors import CheckpointError
 from dcp_storage.fence import prune_folder
+from dcp_storage.session import open_folder
 from dcp_storage.store import Store
 from dcp_storage.stores.local import LocalStore
 from dcp_storage.stores.local_syscalls import Syscalls
@@ -210,7 +211,7 @@ def _make_common(job: Job) -> None:
     if location.protocol == "file":
         Path(job.url).mkdir(parents=True)
     else:
-        _ = open_store(location, job.options, max_concurrency=OPTIONS.max_concurrency).create_if_absent
+        _ = open_folder(location, job.options, OPTIONS).store.create_if_absent  # with retries, as in a save
 
 
 def _raised(call: Callable[[], object]) -> BaseException | None:
