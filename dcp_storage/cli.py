@@ -76,10 +76,19 @@ def _main(
 
 
 @app.command("ls", epilog=_CODES)
-def _ls(run: Run, option: Options = None, as_json: Json = False) -> None:
+def _ls(
+    run: Run,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also show the folders of deleted steps. --json has them always.")
+    ] = False,
+    option: Options = None,
+    as_json: Json = False,
+) -> None:
     """List the steps of a run.
 
-    Each with its state, commit, files, size, age, world size and versions.
+    Each with its state, commit, files, size, age, world size and versions. A state is one of: committed (whole, as far
+    as its commit tells: ask verify), unfinished (no commit: interrupted, or still being saved), stock (written by torch
+    itself), rank-by-rank (saved without collectives), damaged (its commit or manifest cannot be read), void (deleted).
     """
 
     def work() -> Report:
@@ -87,7 +96,8 @@ def _ls(run: Run, option: Options = None, as_json: Json = False) -> None:
         from dcp_storage.tools.listing import list_run
 
         with Bar("looking", in_bytes=False) as bar:
-            return list_run(run, storage_options=storage_options(option), callback=bar)
+            report = list_run(run, storage_options=storage_options(option), callback=bar)
+        return report if everything or as_json else report.folded()
 
     run_command(as_json, work, lambda report: NOT_THERE if report.latest is None else 0)
 

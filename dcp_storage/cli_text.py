@@ -110,6 +110,8 @@ def _listing(console: Console, report: Listing) -> None:
         for line in report.steps
     ]
     _table(console, heads, rows)
+    if report.hidden:
+        say(console, f"{count_text(report.hidden, 'deleted step')} not shown; --all shows all.")
     newest = "no step is committed" if report.latest is None else f"the newest committed step is {report.latest}"
     say(console, f"{report.path}: {newest}.")
 

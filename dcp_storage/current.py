@@ -290,15 +290,16 @@ def nothing_committed(store: Store, current: Current | None) -> CheckpointNotFou
         )
     if ours:
         return NotCommittedError(
-            f"{store.url}: {len(ours)} files of a save that never committed ({', '.join(sorted(ours)[:3])}…). It was "
-            "interrupted or is still running; load an older checkpoint.",
+            f"{store.url}: {len(ours)} file{'s' * (len(ours) > 1)} of a save that never committed "
+            f"({', '.join(sorted(ours)[:3])}{'…' * (len(ours) > 3)}). It was interrupted or is still running; load an older checkpoint.",
             path=store.url,
         )
     what = f"only {', '.join(sorted(found)[:3])} in this folder" if found else "nothing in this folder"
     inside = [] if found else _folders_of(store)
     if inside:
         shown = ", ".join(inside[-3:])
-        what = f"only {len(inside)} folders, the last of them {shown}; a run's checkpoints are in its folders"
+        many = f"{len(inside)} folders, the last of them {shown}" if len(inside) > 1 else f"the folder {shown}"
+        what = f"only {many}; a run's checkpoints are in its folders"
     return CheckpointNotFoundError(f"{store.url}: there is no checkpoint here ({what}).", path=store.url)
 
 

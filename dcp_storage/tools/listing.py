@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fsspec.callbacks import Callback
@@ -12,7 +12,7 @@ from fsspec.callbacks import Callback
 from dcp_storage import names
 from dcp_storage.errors import CheckpointNotFoundError
 from dcp_storage.options import LoadOptions
-from dcp_storage.tools.describe import COMMITTED, NOTHING
+from dcp_storage.tools.describe import COMMITTED, NOTHING, VOID
 from dcp_storage.tools.opening import Folder, folder_at
 from dcp_storage.tools.reports import ToolReport
 from dcp_storage.tools.runs import Run, StepFolder
@@ -63,10 +63,17 @@ class Listing(ToolReport):
     Attributes:
         latest: the newest committed step; None where no step is committed.
         steps: a line for each folder.
+        hidden: folders of deleted steps that :meth:`folded` left out.
     """
 
     latest: int | None = None
     steps: list[Line] = field(default_factory=list)
+    hidden: int = 0
+
+    def folded(self) -> Listing:
+        """The same without the folders of deleted steps in which nothing but that is said."""
+        steps = [line for line in self.steps if line.state != VOID or line.files]
+        return replace(self, steps=steps, hidden=len(self.steps) - len(steps))
 
 
 def list_run(

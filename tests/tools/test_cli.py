@@ -87,6 +87,11 @@ def test_ls_shows_the_steps_of_a_run(request: pytest.FixtureRequest, where: str)
     shown = run("ls", root.url, place=root)
     assert shown.exit_code == 0, shown.output
     lines = {line.split()[0]: line for line in shown.stdout.splitlines() if line.split()[0].isdigit()}
+    assert list(lines) == ["0", "1", "2", "4"]
+    assert "1 deleted step not shown" in shown.stdout
+    shown = run("ls", root.url, "--all", place=root)
+    assert "not shown" not in shown.stdout
+    lines = {line.split()[0]: line for line in shown.stdout.splitlines() if line.split()[0].isdigit()}
     assert list(lines) == ["0", "1", "2", "3", "4"]
     for step, kind in enumerate(STATES[:5]):
         state = "committed" if kind == "damaged" else kind  # the commit is whole; verify finds the manifest
