@@ -291,7 +291,8 @@ def nothing_committed(store: Store, current: Current | None) -> CheckpointNotFou
     if ours:
         return NotCommittedError(
             f"{store.url}: {len(ours)} file{'s' * (len(ours) > 1)} of a save that never committed "
-            f"({', '.join(sorted(ours)[:3])}{'…' * (len(ours) > 3)}). It was interrupted or is still running; load an older checkpoint.",
+            f"({', '.join(sorted(ours)[:3])}{'…' * (len(ours) > 3)}). "
+            "It was interrupted or is still running; load an older checkpoint.",
             path=store.url,
         )
     what = f"only {', '.join(sorted(found)[:3])} in this folder" if found else "nothing in this folder"
