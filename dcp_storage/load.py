@@ -10,6 +10,7 @@ last range is there. The planner hears of an item, on the hook's thread, when al
 from __future__ import annotations
 
 import os
+import functools
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -194,7 +195,7 @@ class _Pipeline:
                 start, stop = align(part.start, part.stop, block, length)
                 staging = self._stage(stop - start, target.device)
                 at = _shifted(strip.at, part.at)
-                view = view_of(staging, part.start - start, dtype, part.lengths, stride)
+                view = functools.partial(view_of, staging, part.start - start, dtype, part.lengths, stride)
                 place = Place(target, at, part.lengths, view, record.key)
                 yield _Job(item, [staging], place, stop - start), start, stop
 

@@ -104,18 +104,19 @@ class Place:
         target: the whole target.
         at: where the box begins in it.
         lengths: the box's size.
-        view: the box in the staging buffer.
+        view: makes the box in the staging buffer, once its bytes are there: one that does not begin where its
+            elements must is a copy.
         key: the state-dict key, for errors.
     """
 
     target: torch.Tensor
     at: tuple[int, ...]
     lengths: tuple[int, ...]
-    view: torch.Tensor
+    view: Callable[[], torch.Tensor]
     key: str
 
     def __call__(self) -> None:
-        fill(narrowed(self.target, self.at, self.lengths), self.view, self.key)
+        fill(narrowed(self.target, self.at, self.lengths), self.view(), self.key)
 
 
 def narrowed(tensor: torch.Tensor, at: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
@@ -160,7 +161,7 @@ def _quantizer(tensor: torch.Tensor) -> tuple[Any, ...]:
 def view_of(
     staging: memoryview, skip: int, dtype: torch.dtype, lengths: tuple[int, ...], stride: Sequence[int]
 ) -> torch.Tensor:
-    """The box in a staging buffer, as a strided tensor over its bytes."""
+    """The box in a staging buffer, as a strided tensor over its bytes, which must be there: it may be a copy of them."""
     itemsize = dtype.itemsize
     span = (sum((n - 1) * s for n, s in zip(lengths, stride, strict=True)) + 1) * itemsize
     raw = torch.frombuffer(staging, dtype=torch.uint8, offset=skip, count=span)
