@@ -9,8 +9,8 @@ last range is there. The planner hears of an item, on the hook's thread, when al
 
 from __future__ import annotations
 
-import os
 import functools
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence

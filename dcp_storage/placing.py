@@ -161,7 +161,7 @@ def _quantizer(tensor: torch.Tensor) -> tuple[Any, ...]:
 def view_of(
     staging: memoryview, skip: int, dtype: torch.dtype, lengths: tuple[int, ...], stride: Sequence[int]
 ) -> torch.Tensor:
-    """The box in a staging buffer, as a strided tensor over its bytes, which must be there: it may be a copy of them."""
+    """The box in a staging buffer, as a strided tensor. The bytes must be there already: it may be a copy of them."""
     itemsize = dtype.itemsize
     span = (sum((n - 1) * s for n, s in zip(lengths, stride, strict=True)) + 1) * itemsize
     raw = torch.frombuffer(staging, dtype=torch.uint8, offset=skip, count=span)

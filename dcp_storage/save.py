@@ -53,6 +53,7 @@ class _File:
     items: list[Encoded] = field(default_factory=list)
     parts: list[PartSums] = field(default_factory=list)
     size: int = 0
+    open_parts: int = 1  # one for the hook's thread, while it still adds parts
 
 
 class _Lane:
@@ -123,6 +124,24 @@ class _Pipeline:
             encoded.buffers = []
             file.items.append(encoded)
         self._send(file, lane, cutter.rest(), last=True)
+        if self._part_ended(file):
+            self.futures.append(self.pool.submit(self._complete, file))
+
+    def _part_ended(self, file: _File) -> bool:
+        """Notes it; whether all parts have been sent and the upload is to be completed."""
+        with self._lock:
+            file.open_parts -= 1
+            return not file.open_parts and file.upload is not None
+
+    def _complete(self, file: _File) -> None:
+        """Ends the upload as soon as it can be: an open one holds a file descriptor, or a place at the server."""
+        if self.failed.is_set() or file.upload is None:
+            return
+        try:
+            file.upload.complete()
+        except BaseException as error:
+            self._fail(error)
+            raise
 
     def _send(self, file: _File, lane: _Lane | None, part: _Part, *, last: bool) -> None:
         number = len(file.parts) + 1
@@ -130,14 +149,15 @@ class _Pipeline:
         file.parts.append(sums)
         offset, size = file.size, total(part.buffers)
         file.size += size
-        # A local file always goes through an upload, which writes it in place: a put would rename it.
-        single = last and number == 1 and self.store.remote
-        if not single and file.upload is None:
+        whole = last and number == 1
+        if not whole and file.upload is None:
             file.upload = self.store.upload(file.name)
         if last and number > 1 and not size:
             file.parts.pop()
             return
         self.budget.acquire(size)
+        with self._lock:
+            file.open_parts += 1
 
         def task() -> None:
             try:
@@ -145,6 +165,10 @@ class _Pipeline:
                     return
                 found = piece_sums(part.buffers, part.lengths, part.known)
                 sums.pieces, sums.crc32 = found.pieces, found.crc32
+                if whole and not self.store.remote:
+                    # Through an upload, which writes it in place: a put would rename it. It is opened only now, as
+                    # there may be thousands of small files.
+                    file.upload = self.store.upload(file.name)
                 if file.upload is None:
                     self.store.put(file.name, part.buffers, crc32=sums.crc32)
                 elif size:
@@ -156,15 +180,13 @@ class _Pipeline:
             finally:
                 part.buffers = []
                 self.budget.release(size)
+            if self._part_ended(file):
+                self._complete(file)
 
         self.futures.append(lane.submit(task) if lane else self.pool.submit(task))
 
     def finish(self) -> None:
-        """Waits for all parts and completes the uploads; raises the first error, after all have ended."""
-        self._await()
-        for file in self.files:
-            if file.upload is not None:
-                self.futures.append(self.pool.submit(file.upload.complete))
+        """Waits until all parts are sent and all uploads completed; raises the first error, after all have ended."""
         self._await()
 
     def _fail(self, error: BaseException) -> None:

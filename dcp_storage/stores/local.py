@@ -14,6 +14,7 @@ from dcp_storage.errors import ObjectNotFoundError, ObjectTooShortError, StoreEr
 from dcp_storage.names import new_token
 from dcp_storage.store import Atomicity, Buffers, Entry, Store, Upload, check_name, is_name, total
 from dcp_storage.stores.local_create import place
+from dcp_storage.stores.local_direct import Direct
 from dcp_storage.stores.local_syscalls import IOV_MAX, Syscalls, advance, make_folders, sync_folder, write_new
 from dcp_storage.stores.local_upload import LocalUpload
 from dcp_storage.stores.translate import store_error
@@ -42,8 +43,8 @@ class LocalStore(Store):
 
     def __init__(self, path: str | os.PathLike[str], *, direct: bool = True, calls: Syscalls | None = None) -> None:
         self.url = str(Path(path).absolute())
-        self._direct = direct
         self._calls = calls or Syscalls()
+        self._direct = Direct(self._calls) if direct else None
 
     @property
     def create_if_absent(self) -> Atomicity:
@@ -157,7 +158,7 @@ class LocalStore(Store):
             sync_folder(self._calls, self.url)
 
     def upload(self, name: str) -> Upload:
-        return LocalUpload(self._calls, self.url, check_name(name), direct=self._direct)
+        return LocalUpload(self._calls, self.url, check_name(name), self._direct)
 
     def delete(self, names: Iterable[str]) -> None:
         paths = [(name, self._path(name)) for name in names]

@@ -23,7 +23,10 @@ PIECE = 4 << 20
 _PIECES = 2  # of aligned memory: one is filled while the disk reads the other
 _O_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux
 _PAGE = mmap.PAGESIZE  # a multiple of every disk's block; a page is written in one way only
-_NO_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.ENOTTY})
+_NO_DIRECT = frozenset(
+    {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.ENOTTY, errno.EACCES, errno.EPERM, errno.ENOENT}
+)
+"""What says that a file is not opened, or written, in this way. Whether it is in another, the ordinary way shows."""
 
 
 def is_on_a_disk(fd: int) -> bool:
@@ -36,29 +39,22 @@ def is_on_a_disk(fd: int) -> bool:
 
 
 class Direct:
-    """The direct half of one upload. Several threads may write at once.
+    """Writes directly, in pieces of aligned memory that all files of a store share. Thread-safe.
 
     Args:
         calls: the system calls.
-        path: the file, which is there.
     """
 
-    def __init__(self, calls: Syscalls, path: str) -> None:
+    def __init__(self, calls: Syscalls) -> None:
         self._calls = calls
-        self._fd: int | None = None
-        try:
-            self._fd = calls.open(path, os.O_WRONLY | _O_DIRECT | os.O_CLOEXEC, 0)
-        except OSError as error:
-            if error.errno not in _NO_DIRECT:
-                raise
         self._memory: queue.LifoQueue[mmap.mmap | None] = queue.LifoQueue()
-        for _ in range(_PIECES):
-            self._memory.put(None)
+        self._owner = -1
 
-    def write(self, buffers: Buffers, offset: int, size: int) -> int:
+    def write(self, path: str, buffers: Buffers, offset: int, size: int) -> int:
         """Writes as much from the start of ``buffers`` as can be written directly.
 
         Args:
+            path: the file, which is there.
             buffers: the bytes.
             offset: where in the file they belong, in bytes.
             size: of ``buffers``, in bytes.
@@ -71,14 +67,34 @@ class Direct:
             OSError: as the system says.
         """
         whole = size - size % _PAGE
-        if self._fd is None or offset % _PAGE:
+        if offset % _PAGE or not whole:
             return 0
-        memory = self._memory.get()
+        memory_of = self._pool()
+        memory = memory_of.get()
         try:
             memory = memory or mmap.mmap(-1, PIECE)
-            return self._write(self._fd, memory, [piece for piece in buffers if piece.nbytes], offset, whole)
+            try:
+                # For each part anew: a second descriptor for every open file would halve how many there may be.
+                fd = self._calls.open(path, os.O_WRONLY | _O_DIRECT | os.O_CLOEXEC, 0)
+            except OSError as error:
+                if error.errno in _NO_DIRECT:
+                    return 0
+                raise
+            try:
+                return self._write(fd, memory, [piece for piece in buffers if piece.nbytes], offset, whole)
+            finally:
+                self._calls.close(fd)
         finally:
-            self._memory.put(memory)
+            memory_of.put(memory)
+
+    def _pool(self) -> queue.LifoQueue[mmap.mmap | None]:
+        """The memory of this process: in a forked one, threads that had taken a piece are not there to give it back."""
+        if self._owner != os.getpid():
+            self._memory = queue.LifoQueue()
+            for _ in range(_PIECES):
+                self._memory.put(None)
+            self._owner = os.getpid()
+        return self._memory
 
     def _write(self, fd: int, memory: mmap.mmap, pieces: list[memoryview], offset: int, whole: int) -> int:
         done, first = 0, 0
@@ -97,12 +113,6 @@ class Direct:
                 if written < count:  # what a full disk or a signal has cut short goes the ordinary way, and errs there
                     return done
         return done
-
-    def close(self) -> None:
-        """Closes the descriptor. What was written is durable only when the file is synced."""
-        fd, self._fd = self._fd, None
-        if fd is not None:
-            self._calls.close(fd)
 
 
 def _gather(into: memoryview, pieces: list[memoryview], first: int, count: int) -> int:

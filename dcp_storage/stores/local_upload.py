@@ -29,13 +29,13 @@ class LocalUpload(Upload):
         calls: the system calls.
         folder: absolute path.
         name: the file's name.
-        direct: whether large parts are written past the page cache, where the file is on a disk that can do so.
+        direct: writes large parts past the page cache, where the file is on a disk that can do so; None: nothing does.
 
     Raises:
         StoreError: the file cannot be made.
     """
 
-    def __init__(self, calls: Syscalls, folder: str, name: str, *, direct: bool = True) -> None:
+    def __init__(self, calls: Syscalls, folder: str, name: str, direct: Direct | None = None) -> None:
         self._calls = calls
         self._folder = folder
         self._name = name
@@ -49,8 +49,7 @@ class LocalUpload(Upload):
             self._fd = calls.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise self._error(error, "upload") from error
-        self._wants_direct = direct and is_on_a_disk(self._fd)
-        self._direct: Direct | None = None
+        self._direct = direct if direct is not None and is_on_a_disk(self._fd) else None
 
     def write_part(self, number: int, offset: int, buffers: Buffers, *, crc32: int | None = None) -> None:
         if self._state != "open":
@@ -60,10 +59,8 @@ class LocalUpload(Upload):
             if size >= _LARGE:
                 with self._turn:
                     self._calls.reserve(self._fd, offset, size)
-                    if self._wants_direct and self._direct is None:
-                        self._direct = Direct(self._calls, self._path)
                 if self._direct is not None:
-                    done = self._direct.write(buffers, offset, size)
+                    done = self._direct.write(self._path, buffers, offset, size)
             if done < size:
                 with self._turn:
                     write_all(self._calls, self._fd, skip(buffers, done), offset + done)
@@ -90,7 +87,7 @@ class LocalUpload(Upload):
                 try:
                     self._calls.fsync(self._fd)
                 finally:
-                    self._close()
+                    self._calls.close(self._fd)
                 sync_folder(self._calls, self._folder)
             except OSError as error:
                 made = self._error(error, "complete")
@@ -105,7 +102,7 @@ class LocalUpload(Upload):
             if self._state == "open":
                 self._state = "failed"
                 with contextlib.suppress(OSError):  # what could not be written is about to be removed
-                    self._close()
+                    self._calls.close(self._fd)
             try:
                 with contextlib.suppress(FileNotFoundError):
                     self._calls.unlink(self._path)
@@ -114,13 +111,6 @@ class LocalUpload(Upload):
             except OSError as error:
                 raise self._error(error, "abort") from error
             self._state = "aborted"
-
-    def _close(self) -> None:
-        try:
-            if self._direct is not None:
-                self._direct.close()
-        finally:
-            self._calls.close(self._fd)
 
     def _error(self, error: OSError, operation: str) -> StoreError:
         return store_error(error, operation, self._folder, self._name, writes=True)

@@ -23,6 +23,7 @@ from dcp_storage.stores.local import LocalStore
 from dcp_storage.stores.local_syscalls import Syscalls
 from dcp_storage.stores.location import parse_location
 from dcp_storage.stores.opening import open_store
+from dcp_storage.testing.ranks import RankPool
 
 PAGE = mmap.PAGESIZE
 LARGE = 1 << 20  # bytes from which on a part is worth it (docs/design/015)
@@ -147,7 +148,7 @@ class TestWrites:
     def test_it_is_durable(self, tmp_path: Path, kernel: Kernel) -> None:
         """The file is synced once all is written: the disk's own cache and the file's size are not yet safe."""
         upload(tmp_path, kernel, [[bytes(LARGE)]])
-        assert kernel.order[:3] == ["fsync", "close direct", "close"]
+        assert kernel.order[:3] == ["close direct", "fsync", "close"]
 
     def test_a_choice(self, tmp_path: Path, kernel: Kernel) -> None:
         """Who wants the checkpoint in the page cache gets no direct write."""
@@ -168,7 +169,7 @@ class TestWrites:
 
 class TestRefusals:
     @pytest.mark.parametrize("call", ["open", "write"])
-    @pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
+    @pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP, errno.EACCES])
     def test_no_direct_writes_here(self, tmp_path: Path, kernel: Kernel, call: str, number: int) -> None:
         """Where the filesystem has none, all is written in the ordinary way."""
         kernel.refuses[call] = number
@@ -212,11 +213,43 @@ def test_the_option(tmp_path: Path) -> None:
     for options, wanted in (({}, True), ({"direct_io": False}, False), ({"auto_mkdir": True}, True)):
         store = open_store(where, options)
         assert isinstance(store, LocalStore)
-        assert store._direct is wanted
+        assert (store._direct is not None) is wanted
     with pytest.raises(InvalidLocationError, match="direct_io"):
         open_store(where, {"direct_io": "no"})
 
 
-def test_memory_is_bounded() -> None:
-    """The aligned memory of an upload is small against the parts that are under way by default."""
+def test_memory_is_bounded(tmp_path: Path, kernel: Kernel) -> None:
+    """All files of a store share two pieces of aligned memory, and no file holds a second descriptor between parts."""
+    store = LocalStore(tmp_path, calls=kernel.calls())
+    uploads = [store.upload(f"a{number}") for number in range(20)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda upload: upload.write_part(1, 0, [memoryview(bytes(LARGE))]), uploads))
+    assert not kernel.direct
+    assert kernel.wrote == [20 * LARGE, 0]
+    assert store._direct is not None
+    assert store._direct._memory.qsize() == 2
     assert SaveOptions().part_size >= 2 * local_direct.PIECE
+    for upload in uploads:
+        upload.abort()
+
+
+def forked(rank: int, world: int, folder: str) -> int:
+    """Writes a file from a child that was forked while the parent's threads held all of the aligned memory."""
+    store = LocalStore(folder)
+    assert store._direct is not None
+    pool = store._direct._pool()
+    pool.get()
+    pool.get()
+    child = os.fork()
+    if child == 0:
+        work = store.upload("b")
+        work.write_part(1, 0, [memoryview(bytes(LARGE))])
+        work.complete()
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_after_a_fork(tmp_path: Path, ranks: RankPool) -> None:
+    """A forked process has aligned memory of its own, whatever its parent's threads were about."""
+    assert ranks.run(forked, 1, str(tmp_path), timeout=60) == [0]
+    assert (tmp_path / "b").read_bytes() == bytes(LARGE)

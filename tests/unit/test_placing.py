@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
 import itertools
 import random
 import zlib
+from functools import partial
 
 import pytest
 import torch
