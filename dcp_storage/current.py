@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dcp_storage import names
+from dcp_storage.coverage import check_whole
 from dcp_storage.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -137,7 +138,10 @@ def read_manifest(store: Store, current: Current) -> Manifest:
     if found != ref.crc32:
         says = f"has CRC-32 {found:#010x}; {ref.crc32:#010x} was committed by {by}"
         raise _wrong(store, ref.name, ref.crc32, found, says)
-    return decode_manifest(data, path=store.url, file=ref.name)
+    manifest = decode_manifest(data, path=store.url, file=ref.name)
+    if rank is None:  # one rank's manifest is of its part
+        check_whole(manifest, path=store.url, file=ref.name)
+    return manifest
 
 
 def _size_of(store: Store, name: str) -> int | None:

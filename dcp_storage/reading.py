@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_storage import names
 from dcp_storage.codec import dtype_named
+from dcp_storage.coverage import check_whole
 from dcp_storage.current import blame, check_sizes, list_commits, nothing_committed, read_current, read_standing
 from dcp_storage.errors import CorruptCheckpointError, NotCommittedError, ObjectNotFoundError, StoreError
 from dcp_storage.lone import holds_lone_ranks, read_rank
@@ -51,7 +52,6 @@ class Checkpoint:
     bytes_read: int
     of_rank: bool = False
     items: Mapping[MetadataIndex, ItemRecord] = field(init=False)
-    _filled: set[str] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
         self.items = {
@@ -62,26 +62,6 @@ class Checkpoint:
     def file_of(self, item: ItemRecord) -> str:
         """The name of the file that an item is in."""
         return self.manifest.files[item.file].name
-
-    def check_filled(self, key: str) -> None:
-        """Checks that the parts of a saved tensor have as many elements as it: a load would leave the others alone.
-
-        Raises:
-            CorruptCheckpointError: they are fewer. Of the part of one rank nothing is asked: it is a part.
-        """
-        if self.of_rank or key in self._filled:
-            return
-        entry = self.manifest.entries.get(key)
-        if isinstance(entry, TensorEntry):
-            wanted, found = product(entry.size), sum(product(chunk.sizes) for chunk in entry.chunks)
-            if found < wanted:
-                raise CorruptCheckpointError(
-                    f"Of the {wanted} elements of {key!r:.200} only {found} were saved.",
-                    key=key,
-                    wanted=wanted,
-                    found=found,
-                )
-        self._filled.add(key)
 
     def limit_of(self, item: ItemRecord) -> int:
         """Most bytes that an item can have once its stream extensions are undone: those of its tensor and some more."""
@@ -158,6 +138,8 @@ def _read_stock(store: Store, view: str, trusted_globals: Sequence[Any]) -> Chec
     except CorruptCheckpointError as error:
         error.path = store.url
         raise
+    if view == names.STOCK_VIEW:  # any other is of one rank's part
+        check_whole(manifest, path=store.url, file=view)
     return Checkpoint(None, 0, manifest, len(data))
 
 

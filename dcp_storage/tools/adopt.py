@@ -16,6 +16,7 @@ from fsspec.callbacks import Callback
 
 from dcp_storage import names
 from dcp_storage.commit_object import create_commit, new_commit
+from dcp_storage.coverage import check_whole
 from dcp_storage.crc import combine_all
 from dcp_storage.current import list_commits, nothing_committed, read_current
 from dcp_storage.errors import (
@@ -195,7 +196,8 @@ def _commit(report: Adoption, store: Store, manifest: Manifest) -> None:
     token = names.new_token()
     encoded = encode_manifest(manifest)
     name = names.manifest_name(token)
-    decode_manifest(encoded, path=store.url, file=names.STOCK_VIEW)  # what no load would take must not be committed
+    # What no load would take must not be committed.
+    check_whole(decode_manifest(encoded, path=store.url, file=names.STOCK_VIEW), path=store.url, file=names.STOCK_VIEW)
     ref = ManifestRef(name, len(encoded), zlib.crc32(encoded))
     store.put(ref.name, [memoryview(encoded)], crc32=ref.crc32)
     commit = new_commit(

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from dcp_storage import (
     DCP,
@@ -26,8 +27,10 @@ from dcp_storage import (
     PerRank,
     UntrustedDataError,
     adopt,
+    copy,
     load_keys,
     records,
+    verify,
 )
 from dcp_storage.codec import dtype_named
 from dcp_storage.lone import read_rank
@@ -372,23 +375,103 @@ def test_a_dtype_that_would_import_a_module(monkeypatch: pytest.MonkeyPatch) -> 
     assert asked == []
 
 
-def test_parts_that_do_not_fill_their_tensor(tmp_path: Path) -> None:
-    """A manifest whose chunks leave elements of a tensor out fails the load of that tensor, which stays as it is."""
-    place = Place(str(tmp_path / "one"))
-    save({"a": torch.ones(4, 6), "b": torch.ones(3)}, place.writer())
-    body = json.loads(place.get(".manifest"))
+def entry_larger(body: dict[str, Any]) -> None:
     body["entries"]["a"]["size"] = [8, 6]
+
+
+def entry_of_terabytes(body: dict[str, Any]) -> None:
+    body["entries"]["a"]["size"] = [2**45, 6]
+
+
+def no_chunks(body: dict[str, Any]) -> None:
+    body["entries"]["a"]["chunks"] = []
+    body["items"] = [item for item in body["items"] if item["key"] != "a"]
+
+
+def empty_chunk(body: dict[str, Any]) -> None:
+    body["entries"]["a"]["chunks"] = [{"offsets": [0, 0], "sizes": [0, 6]}]
+    body["items"] = [item for item in body["items"] if item["key"] != "a"]
+
+
+def chunks_over_each_other(body: dict[str, Any]) -> None:
+    item = next(item for item in body["items"] if item["key"] == "a")
+    body["items"].remove(item)
+    body["entries"]["a"]["chunks"] = []
+    for at in (0, 1):  # rows 0 and 1, rows 1 and 2: none has row 3
+        body["entries"]["a"]["chunks"].append({"offsets": [at, 0], "sizes": [2, 6]})
+        half = {
+            **item,
+            "offsets": [at, 0],
+            "shape": [2, 6],
+            "payload_length": 48,
+            "length": item["payload_offset"] + 48,
+        }
+        half["offset"] = item["offset"] + at * half["length"] if at else item["offset"]
+        body["items"].append(
+            {key: half[key] for key in half if key not in {"blocks", "block", "crc32", "payload_crc32"}}
+        )
+    body["files"][item["file"]]["size"] += 10_000  # room for the second
+
+
+def chunk_without_item(body: dict[str, Any]) -> None:
+    body["items"] = [item for item in body["items"] if item["key"] != "a"]
+
+
+def object_without_item(body: dict[str, Any]) -> None:
+    body["items"] = [item for item in body["items"] if item["key"] != "step"]
+
+
+SPOILS = [
+    entry_larger, entry_of_terabytes, no_chunks, empty_chunk, chunks_over_each_other, chunk_without_item,
+    object_without_item,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("spoil", SPOILS)
+def test_parts_that_do_not_fill_their_tensor(tmp_path: Path, spoil: Callable[[dict[str, Any]], None]) -> None:
+    """A manifest whose chunks leave elements out, or lie over each other, or are nowhere, is refused by every load, by
+    verify and by copy, before memory is taken; the targets stay as they are.
+    """
+    place = Place(str(tmp_path / "one"))
+    save({"a": torch.ones(4, 6), "b": torch.ones(3), "step": 4}, place.writer())
+    body = json.loads(place.get(".manifest"))
+    spoil(body)
     data = json.dumps(body).encode()
     place.set(".manifest", data)
     commit = json.loads(place.get(".commit"))
     del commit["crc32"]
     commit["manifest"].update(size=len(data), crc32=zlib.crc32(data))
     place.set(".commit", sealed(json.dumps(commit).encode()))
-    found = torch.zeros(8, 6)
-    error = failure(CorruptCheckpointError, lambda: load({"a": found}, place.reader()))
-    assert (error.key, error.wanted, error.found) == ("a", 48, 24)
-    assert not found.any()
-    assert load_keys(place.url, keys=["b"])["b"].tolist() == [1.0] * 3
+    found: dict[str, Any] = {"a": torch.zeros(8, 6) if spoil is entry_larger else torch.zeros(4, 6), "step": 0}
+    about = "step" if spoil is object_without_item else "a"
+    assert failure(CorruptCheckpointError, lambda: load(found, place.reader())).key == about
+    calls: list[Callable[[], Any]] = [
+        lambda: DCP.load(found, checkpoint_id=place.url, no_dist=True),
+        lambda: load_keys(place.url),
+        lambda: load_keys(place.url, keys=["a"]),
+        lambda: copy(place.url, tmp_path / "other"),
+    ]
+    for each in calls:
+        with pytest.raises(CorruptCheckpointError) as caught:
+            each()
+        assert caught.value.key == about
+    assert not found["a"].any()
+    assert [problem.key for problem in verify(place.url, depth="sizes").problems] == [about]
+    assert not list(tmp_path.glob("other/.commit*"))
+
+
+@pytest.mark.parametrize("chunks", [[], [ChunkStorageMetadata(torch.Size([0]), torch.Size([1]))]], ids=["none", "one"])
+def test_stock_metadata_that_does_not_fill(tmp_path: Path, chunks: list[ChunkStorageMetadata]) -> None:
+    """So is metadata of stock torch, which is loaded without a commit, and it is not adopted."""
+    folder = tmp_path / "stock"
+    dcp.save({"a": torch.ones(4), "b": torch.ones(3)}, storage_writer=FileSystemWriter(folder), no_dist=True)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.state_dict_metadata["a"].chunks = chunks
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    for each in (lambda: load_keys(folder, require_commit=False), lambda: adopt(folder)):
+        with pytest.raises(CorruptCheckpointError) as caught:
+            each()
+        assert caught.value.key == "a"
 
 
 # -- commits of single ranks -------------------------------------------------------------------------------------------
