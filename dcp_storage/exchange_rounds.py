@@ -11,6 +11,7 @@ import pickle
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -153,6 +154,20 @@ def meet(group: dist.ProcessGroup, *, path: str, deadline: float, mine: object =
     return Meeting(group, token, rank, size, path, deadline, tuple(said))
 
 
+def patience(group: dist.ProcessGroup, deadline: float) -> float:
+    """Seconds to wait for another rank: the deadline, or the group's own time-out where that is less.
+
+    Args:
+        group: its backend for CPU tensors knows its time-out; where there is none that says it, the deadline counts.
+        deadline: seconds.
+    """
+    try:
+        own: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+        return min(deadline, own.total_seconds())
+    except (AttributeError, RuntimeError):
+        return deadline
+
+
 def agree(meeting: Meeting, begin: Callable[[], T | str]) -> tuple[T | None, str]:
     """Lets every rank say that its plan is fine, before any exchange begins.
 
@@ -168,11 +183,17 @@ def agree(meeting: Meeting, begin: Callable[[], T | str]) -> tuple[T | None, str
     """
     mine: T | str | None = None
     failed: CheckpointError | None = None
+    interrupted: BaseException | None = None
     try:
         mine = begin()
     except Exception as error:  # noqa: BLE001 - raised below, after the others have been told
         failed = portable(error, "read_data", path=meeting.path)
+    except BaseException as error:  # noqa: BLE001 - likewise: nobody is to wait for a rank that has been stopped
+        interrupted = error
+        failed = CheckpointError(f"{meeting.path}: the load was interrupted.", path=meeting.path, kind="hook")
     said = meeting.round("exchange", failed if failed is not None else mine if isinstance(mine, str) else None)
+    if interrupted is not None:
+        raise interrupted
     _refuse(meeting.path, "share their reads", failed, said)
     reasons = [reason for reason in said if reason is not None]
     if reasons or mine is None or isinstance(mine, str):

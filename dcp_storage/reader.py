@@ -23,7 +23,7 @@ from dcp_storage.current import blame
 from dcp_storage.errors import CheckpointError, CorruptCheckpointError, InvalidLocationError
 from dcp_storage.exchange import Limits, Sharing
 from dcp_storage.exchange_metadata import read_together
-from dcp_storage.exchange_rounds import Meeting, agree, check_group, meet, named
+from dcp_storage.exchange_rounds import Meeting, agree, check_group, meet, named, patience
 from dcp_storage.filling import Finish, resolve
 from dcp_storage.options import KIB, LoadOptions, LoadReport
 from dcp_storage.peeking import look_inside
@@ -266,14 +266,17 @@ class FsspecStorageReader(StorageReader):
         """Lets the ranks that wait for this one hear at once why it cannot load."""
         if self.process_group is not None and rank is None:
             with contextlib.suppress(CheckpointError):  # that one itself; or none of them came, which matters less
-                meet(self.process_group, path=error.path or "", deadline=self.options.deadline, mine=error)
+                wait = patience(self.process_group, self.options.deadline)
+                meet(self.process_group, path=error.path or "", deadline=wait, mine=error)
 
     def _read_checkpoint(self, current: Load, opened: Opened, rank: int | None) -> Checkpoint:
         how: dict[str, Any] = {"require_commit": self.require_commit, "trusted_globals": self.options.trusted_globals}
         group = self.process_group
         if group is not None and rank is None:
             share, path = self.options.share_reads, current.report.path
-            current.meeting = meeting = meet(group, path=path, deadline=self.options.deadline, mine=share)
+            current.meeting = meeting = meet(
+                group, path=path, deadline=patience(group, self.options.deadline), mine=share
+            )
             checkpoint, current.counters.bytes_received = read_together(
                 meeting, opened.store, lambda store: read_checkpoint(store, **how)
             )

@@ -22,6 +22,7 @@ __all__ = [
     "UNKNOWN_VERB",
     "UNMADE",
     "Request",
+    "said_by",
 ]
 
 # Met while a request is signed or its URL is built, where an option is not what the libraries take it for.
@@ -165,3 +166,8 @@ class Request:
     def _failed(self) -> str:
         where = self.url if self.name is None else f"{self.url}/{self.name}"
         return f"{self.operation} of {where} failed:"
+
+
+def said_by(error: BaseException) -> str:
+    """What an error says; the time-outs of asyncio say nothing."""
+    return str(error) or "there was no answer in time"

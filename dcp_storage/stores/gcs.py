@@ -154,16 +154,21 @@ class GcsStore(Store):
 
     async def _probe(self, client: GcsClient) -> Atomicity:
         scratch = self._key(f".claim.{new_token()}")
-        answer = Atomicity.NONE
+        answer, answers = Atomicity.NONE, True
+        failures: dict[str, StoreError] = {}
         try:
             await send_whole(client, self._bucket, scratch, [], crc32c=0, condition=CREATE)
             await send_whole(client, self._bucket, scratch, [], crc32c=0, condition=CREATE)
+        except asyncio.TimeoutError:
+            answers = False  # another request would wait as long; what may be left is a claim, which prune sweeps
+            raise
         except Refused as error:
             if error.status != 412:
                 raise
             answer = Atomicity.ATOMIC
         finally:
-            failures = await delete_keys(client, {scratch: self._request("create_if_absent", changes=True)})
+            if answers:
+                failures = await delete_keys(client, {scratch: self._request("create_if_absent", changes=True)})
         if failures:
             raise failures[scratch]
         return answer

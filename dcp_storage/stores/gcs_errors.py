@@ -18,7 +18,7 @@ from gcsfs.retry import HttpError, NonRetryableError
 from google.auth.exceptions import GoogleAuthError, TransportError
 
 from dcp_storage.errors import CheckpointError, StoreError
-from dcp_storage.stores.asking import DENIED, TRANSIENT_STATUS, UNKNOWN_VERB, UNMADE, Request
+from dcp_storage.stores.asking import DENIED, TRANSIENT_STATUS, UNKNOWN_VERB, UNMADE, Request, said_by
 
 __all__ = ["Refused", "translated"]
 
@@ -105,7 +105,7 @@ def _answered(request: Request, error: Refused) -> StoreError:
 
 
 def _unanswered(request: Request, error: BaseException) -> StoreError:
-    reason = f"{type(error).__name__}: {error}"
+    reason = f"{type(error).__name__}: {said_by(error)}"
     if isinstance(error, AUTH):
         # gcsfs wraps what google-auth raised. Nothing was sent to the store.
         root = error.__cause__ if isinstance(error.__cause__, GoogleAuthError) else error

@@ -186,10 +186,11 @@ class GcsClient:
         if self._filesystem.requests_timeout is not None:
             return {"timeout": self._filesystem.requests_timeout}
         own = self._session.timeout
-        if not size or own.total is not None:
+        if own.total is not None:
             return {}
-        own_limit = (own.sock_connect or CONNECT_TIMEOUT) + (own.sock_read or READ_TIMEOUT)
-        limit = max(own_limit, min(own_limit + size / SLOWEST, self._deadline))
+        connect, read = own.sock_connect or CONNECT_TIMEOUT, own.sock_read or READ_TIMEOUT
+        most = max(self._deadline, connect, read)  # one beyond the deadline is the user's own wish
+        limit = min(connect + read + size / SLOWEST, most) if size else most
         return {"timeout": aiohttp.ClientTimeout(limit, own.connect, own.sock_read, own.sock_connect)}
 
     async def _renew(self, stale: str | None) -> None:

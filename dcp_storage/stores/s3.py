@@ -158,9 +158,13 @@ class S3Store(Store):
 
     async def _probe(self, client: S3Client) -> Atomicity:
         scratch = {"Bucket": self._bucket, "Key": self._key(f".claim.{new_token()}")}
+        answers = True
         try:
             await client.send("put_object", **scratch, Body=body_of([]), IfNoneMatch="*")
             await client.send("put_object", **scratch, Body=body_of([]), IfNoneMatch="*")
+        except asyncio.TimeoutError:
+            answers = False  # another request would wait as long; what may be left is a claim, which prune sweeps
+            raise
         except ClientError as error:
             if status_of(error) == 412:
                 return Atomicity.ATOMIC
@@ -168,7 +172,8 @@ class S3Store(Store):
                 return Atomicity.NONE
             raise
         finally:
-            await client.send("delete_object", **scratch)
+            if answers:
+                await client.send("delete_object", **scratch)
         return Atomicity.NONE
 
     def create(self, name: str, data: bytes) -> None:

@@ -29,6 +29,7 @@ from dcp_storage.stores.asking import (
     UNKNOWN_VERB,
     UNMADE,
     Request,
+    said_by,
 )
 
 __all__ = ["code_of", "field_of", "status_of", "translated"]
@@ -155,7 +156,7 @@ def _unanswered(request: Request, error: BaseException) -> StoreError:
     # botocore keeps what the socket raised in the keyword it formats its message from.
     inner = error.kwargs.get("error") if isinstance(error, boto.BotoCoreError) else None
     number = getattr(inner, "errno", None) or getattr(error, "errno", None)
-    reason = f"{type(error).__name__}: {error}"
+    reason = f"{type(error).__name__}: {said_by(error)}"
     if isinstance(inner, NEVER_PASSING):
         return request.error(reason, error, errno=number)
     if isinstance(error, CONNECTION) or _is_passing(error) or (inner is not None and _is_passing(inner)):

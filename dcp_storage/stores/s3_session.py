@@ -115,8 +115,9 @@ class S3Client:
         if config.connect_timeout is None or config.read_timeout is None:
             return None
         size = body.size or 0 if isinstance(body, Body) else 0
-        own = float(config.connect_timeout + config.read_timeout)
-        return max(own, min(own + size / SLOWEST, self._deadline))
+        # A time-out beyond the deadline is the user's own wish.
+        most = max(self._deadline, config.connect_timeout, config.read_timeout)
+        return float(min(config.connect_timeout + config.read_timeout + size / SLOWEST, most))
 
 
 def _without_expect(params: dict[str, Any], **_: object) -> None:

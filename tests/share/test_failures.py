@@ -175,6 +175,50 @@ def test_a_rank_that_is_killed(ranks: RankPool, saved: str) -> None:
         assert found[rank].seconds < 15
 
 
+class Stopped(Planner):
+    """Is interrupted, or kills its process, where another would raise."""
+
+    def _may_raise(self, where: str) -> None:
+        if where != "resolve_tensor":
+            return
+        if self.where == "kill in the planner":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise KeyboardInterrupt
+
+
+def stop_in_the_planner(rank: int, world: int, url: str, what: str) -> tuple[str, float]:
+    """What each rank raised, and when, where one is stopped before the exchange; the deadline is the default one."""
+    state: dict[str, Any] = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    group = dist.new_group(timeout=timedelta(seconds=6))
+    reader = FsspecStorageReader(url, options=LoadOptions(share_reads=True), process_group=group)
+    planner = Stopped(what) if rank == BAD else DefaultLoadPlanner()
+    begun = time.monotonic()
+    try:
+        dcp.load(state, storage_reader=reader, planner=planner, process_group=group)
+    except BaseException as raised:  # noqa: BLE001 - torch's own is none of Exception's
+        failure = reader.failure
+        return (str(failure) if failure is not None else type(raised).__name__), time.monotonic() - begun
+    return "loaded", time.monotonic() - begun
+
+
+def test_a_rank_that_is_interrupted_in_its_planner(ranks: RankPool, saved: str) -> None:
+    """The others hear of it at once: none waits for a deadline."""
+    for rank, (said, took) in enumerate(ranks.run(stop_in_the_planner, 4, saved, "interrupt", timeout=45)):
+        assert took < 25
+        assert rank == BAD or f"rank {BAD} " in said, said
+
+
+def test_a_rank_that_is_killed_in_its_planner(ranks: RankPool, saved: str) -> None:
+    """The others name it when the group's time-out is over, although the deadline is far."""
+    found = ranks.run(stop_in_the_planner, 4, saved, "kill in the planner", timeout=45, allow_failures=True)
+    assert isinstance(found[BAD], RankFailure)
+    for rank in (0, 1, 3):
+        assert not isinstance(found[rank], RankFailure), found[rank]
+        said, took = found[rank]
+        assert f"rank {BAD} " in said, said
+        assert took < 20
+
+
 @pytest.mark.slow
 def test_a_rank_that_stops(ranks: RankPool, saved: str) -> None:
     """A rank that gives no sign of life for the deadline is named by all others, and itself fails when it wakes."""
