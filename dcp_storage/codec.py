@@ -21,7 +21,16 @@ from dcp_storage.records import block_size
 from dcp_storage.sealing import alignment, can_seal, seal, write_unsummed
 from dcp_storage.store import Buffers, total
 
-__all__ = ["Encoded", "bytes_of", "contiguous_stride", "dtype_named", "encode", "encode_object", "name_of_dtype"]
+__all__ = [
+    "QUANTIZED",
+    "Encoded",
+    "bytes_of",
+    "contiguous_stride",
+    "dtype_named",
+    "encode",
+    "encode_object",
+    "name_of_dtype",
+]
 
 
 @dataclass
@@ -52,6 +61,9 @@ class Encoded:
     blocks: tuple[int, ...] = ()
     payload_crc32: int = 0
 
+
+QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+"""Dtypes whose scales and zero points are in the item, not in its metadata."""
 
 _SMALL = 1 << 20  # bytes of payload up to which what surrounds it is remembered by kind of tensor
 

@@ -7,6 +7,7 @@ for a message would close every connection of the group. No key outlives its rou
 from __future__ import annotations
 
 import base64
+import contextlib
 import pickle
 import time
 from collections.abc import Callable, Iterable
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from dcp_storage import names
 from dcp_storage.errors import CheckpointError, portable
 
-__all__ = ["Meeting", "agree", "check_group", "meet", "named"]
+__all__ = ["Meeting", "agree", "check_group", "meet", "named", "patience", "timeout_of"]
 
 T = TypeVar("T")
 
@@ -158,14 +159,22 @@ def patience(group: dist.ProcessGroup, deadline: float) -> float:
     """Seconds to wait for another rank: the deadline, or the group's own time-out where that is less.
 
     Args:
-        group: its backend for CPU tensors knows its time-out; where there is none that says it, the deadline counts.
+        group: where torch does not tell its time-out, the deadline counts.
         deadline: seconds.
     """
-    try:
-        own: timedelta = group._get_backend(torch.device("cpu")).options._timeout
-        return min(deadline, own.total_seconds())
-    except (AttributeError, RuntimeError):
-        return deadline
+    own = timeout_of(group)
+    return deadline if own is None else min(deadline, own.total_seconds())
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """The time-out of a group's collectives; None where torch does not tell it."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    for device in (torch.device("cpu"), accelerator):
+        if device is not None:
+            with contextlib.suppress(AttributeError, RuntimeError):  # no backend for it, or one without options
+                found: timedelta = group._get_backend(device).options._timeout
+                return found
+    return None
 
 
 def agree(meeting: Meeting, begin: Callable[[], T | str]) -> tuple[T | None, str]:

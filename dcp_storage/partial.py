@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from dcp_storage.codec import QUANTIZED
 from dcp_storage.errors import IncompatibleCheckpointError
 from dcp_storage.options import LoadOptions, LoadReport
 from dcp_storage.reader import FsspecStorageReader
@@ -25,7 +26,6 @@ from dcp_storage.reader import FsspecStorageReader
 __all__ = ["LoadedState", "load_keys"]
 
 Slices = Mapping[str, Sequence[slice]]
-_QUANTIZED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 
 
 class LoadedState(dict[str, Any]):
@@ -157,7 +157,7 @@ class _Part(LoadPlanner):
                 torch.Size([max(last - first, 0) for first, last in bounds]),
             )
             dtype = entry.properties.dtype
-            made_as = torch.float32 if dtype in _QUANTIZED else dtype
+            made_as = torch.float32 if dtype in QUANTIZED else dtype
             self.values[key] = torch.empty(box.sizes, dtype=made_as, device="cpu")
             if 0 not in box.sizes:
                 self._items += _items(key, entry, box)

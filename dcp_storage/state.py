@@ -137,8 +137,9 @@ class DCP:
             async_checkpointer_type: whether a thread of this process writes (the default), or another process.
             max_in_flight: how many saves may be going on at once, each with staging memory and a group of its own.
                 Default 1.
-            if_busy: what to do where that many are: wait for the oldest (``"wait"``, the default), or leave this one
-                out (``"skip"``), on all ranks alike.
+            if_busy: what to do where the oldest of the last ``max_in_flight`` saves is still going on: wait for it
+                (``"wait"``, the default), or leave this one out (``"skip"``), on all ranks alike. They take turns, so
+                that a younger one may have ended before.
 
         Returns:
             A handle with ``wait()``, ``result()``, ``done`` and ``skipped``.

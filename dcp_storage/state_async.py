@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dcp_storage.errors import CheckpointError, portable
+from dcp_storage.exchange_rounds import timeout_of
 from dcp_storage.options import SaveReport
 from dcp_storage.state_ranks import Ranks, unwrapped
 from dcp_storage.state_save import Leaf
@@ -141,8 +142,14 @@ class _Saver:
         ranks = self._ranks
         if ranks.alone:
             return ranks
-        members = dist.get_process_group_ranks(ranks.group or dist.group.WORLD)
-        group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        training = ranks.group or dist.group.WORLD
+        assert training is not None
+        group = dist.new_group(
+            dist.get_process_group_ranks(training),
+            timeout=timeout_of(training),
+            backend="gloo",
+            use_local_synchronization=True,
+        )
         return Ranks(ranks.rank, ranks.world, group, False)
 
     def handles(self) -> Iterator[AsyncSave]:

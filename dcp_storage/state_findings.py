@@ -10,6 +10,7 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from dcp_storage.codec import QUANTIZED
 from dcp_storage.per_rank import PerRank
 from dcp_storage.state_tree import Path, key_of
 
@@ -55,7 +56,9 @@ class Stored:
         """Memory for the whole of it; None for an object."""
         if not isinstance(self.meta, TensorStorageMetadata):
             return None
-        return torch.empty(self.meta.size, dtype=self.meta.properties.dtype, device=device)
+        dtype = self.meta.properties.dtype
+        # Scales and zero points are in the item: without a target that has them, its values are loaded.
+        return torch.empty(self.meta.size, dtype=torch.float32 if dtype in QUANTIZED else dtype, device=device)
 
 
 @dataclass
@@ -133,20 +136,21 @@ class Findings:
         """
         self.used.add(key)
         if target is None:
-            target = stored.new_target()
-        elif not isinstance(stored.meta, TensorStorageMetadata):
+            wish = Wish(key, stored.source, stored.new_target())
+            self.wishes.append(wish)
+            return wish
+        if not isinstance(stored.meta, TensorStorageMetadata):
             self.shapes[key] = (str(tuple(target.size())), "a Python object")
             return None
-        elif _shares_memory(target):
+        if _shares_memory(target):
             self.shapes[key] = (f"{tuple(target.size())}, its elements in shared memory", str(tuple(stored.meta.size)))
             return None
-        elif tuple(stored.meta.size) != tuple(target.size()):
+        if tuple(stored.meta.size) != tuple(target.size()):
             self.shapes[key] = (str(tuple(target.size())), str(tuple(stored.meta.size)))
             return None
-        if isinstance(stored.meta, TensorStorageMetadata):
-            wanted, found = dtype or target.dtype, stored.meta.properties.dtype
-            if wanted != found:
-                self.dtypes[key] = (_name(wanted), _name(found))
+        wanted, found = dtype or target.dtype, stored.meta.properties.dtype
+        if wanted != found:
+            self.dtypes[key] = (_name(wanted), _name(found))
         wish = Wish(key, stored.source, target)
         self.wishes.append(wish)
         return wish

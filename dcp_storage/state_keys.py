@@ -55,7 +55,10 @@ class KeyChoice:
     def name_of(self, stored: str) -> str | None:
         """What a key of the checkpoint is called in the template; None for one that is left out."""
         if self._rename is not None:
-            return self._rename(stored)
+            new = self._rename(stored)
+            if new is not None and not isinstance(new, str):
+                raise TypeError(f"keys= must give text or None for {stored!r}, not {new!r}.")
+            return new
         if self._prefixes is None:
             return stored
         prefix = self._prefix_of(stored)
@@ -83,6 +86,17 @@ class KeyChoice:
             # Also the way to a chosen part lies open: "model" is not left out where only "model.head" is wanted.
             return self._only and not any(chosen.startswith(f"{key}.") for chosen in self._prefixes)
         return self._prefixes[prefix] is None
+
+    def idle(self, names: Iterable[str]) -> list[str]:
+        """The chosen prefixes under which none of these keys of the template is."""
+        if not self._only:
+            return []
+        left = {prefix for prefix in self._prefixes or () if prefix}
+        for name in names:
+            if not left:
+                break
+            left -= {prefix for prefix in left if name == prefix or name.startswith(f"{prefix}.")}
+        return sorted(left)
 
     def _prefix_of(self, key: str) -> str | None:
         fitting = [p for p in self._prefixes or () if not p or key == p or key.startswith(f"{p}.")]

@@ -16,7 +16,7 @@ from dcp_storage.options import LoadReport
 from dcp_storage.state_findings import Findings, Wish
 from dcp_storage.state_keys import KeyChoice
 from dcp_storage.state_optimizers import OptimizerPart
-from dcp_storage.state_ranks import Ranks, unwrapped
+from dcp_storage.state_ranks import Ranks, check_same, unwrapped
 from dcp_storage.state_sharing import Sharing, Wants, wants_of
 from dcp_storage.state_source import Source
 from dcp_storage.state_spread import Spread, hold
@@ -39,7 +39,8 @@ class _Told:
     dtypes: dict[str, tuple[str, str]]
     asks: bool
     wants: Wants
-    how: tuple[bool, bool]
+    how: tuple[bool, bool, str | None]
+    idle: list[str]
 
 
 @dataclass
@@ -48,7 +49,7 @@ class _Load:
 
     state: MutableMapping[str, Any]
     choice: KeyChoice
-    how: tuple[bool, bool]  # strict, allow_dtype_cast
+    how: tuple[bool, bool, str | None]  # strict, allow_dtype_cast, where
     parts: Parts = field(default_factory=list)
     findings: Findings = field(default_factory=Findings)
     spread: Spread = field(default_factory=Spread)
@@ -77,7 +78,8 @@ class _Load:
         left = [key for key in self.view.names(self.state) if key not in found.used and not self.view.leaves_out(key)]
         asks = any(part.questions() for part in self.optimizers)
         wants = wants_of(found.wishes, self.view)
-        return _Told(tuple(self.state), found.missing, left, found.shapes, found.dtypes, asks, wants, self.how)
+        idle = self.choice.idle([*found.used, *found.missing])
+        return _Told(tuple(self.state), found.missing, left, found.shapes, found.dtypes, asks, wants, self.how, idle)
 
     @property
     def optimizers(self) -> list[OptimizerPart]:
@@ -114,14 +116,15 @@ def load_state(
     path = getattr(reader, "checkpoint_id", None)
     path = None if path is None else str(path)
     source = Source(reader, ranks.rank)
-    load = _Load(state, choice, (strict, allow_dtype_cast))
+    load = _Load(state, choice, (strict, allow_dtype_cast, path))
     told = ranks.agree(
         "Comparing the template with the checkpoint",
         path,
         lambda: load.hold(source, ranks, path),
         plain=(TypeError, ValueError),
     )
-    _check_alike(told, path)
+    for at, name in enumerate(("strict", "allow_dtype_cast", "checkpoint_id")):
+        check_same(name, [one.how[at] for one in told], "Nothing was changed.", path)
     if sharing is not None:
         sharing.decide(False)  # the few objects that are asked for first are not worth it
     if any(one.asks for one in told):
@@ -137,23 +140,11 @@ def load_state(
     for wish in wishes:
         wish.value = flat[wish.source]
     notes = ranks.agree("Putting into effect what was loaded", path, lambda: _apply(load))[ranks.rank]
+    notes = [*notes, *(f"keys: there is nothing to load under {prefix!r}." for prefix in _idle(told))]
 
     known = getattr(reader, "report", None)
     report = known if isinstance(known, LoadReport) else LoadReport(path or "")
     return _fill(report, load, [key for key in unexpected if _inside(key, state)], notes)
-
-
-def _check_alike(told: Sequence[_Told], path: str | None) -> None:
-    """Ranks that judge differently would part here: some would raise, and the others wait for them."""
-    for at, name in enumerate(("strict", "allow_dtype_cast")):
-        for rank, one in enumerate(told):
-            if one.how[at] != told[0].how[at]:
-                raise CheckpointError(
-                    f"{path}: {name} is {told[0].how[at]} on rank 0 and {one.how[at]} on rank {rank}; every rank must "
-                    "say the same. Nothing was changed.",
-                    path=path,
-                    kind="options",
-                )
 
 
 def _read(ranks: Ranks, flat: dict[str, Any], source: Source, planner: LoadPlanner | None, path: str | None) -> None:
@@ -194,10 +185,15 @@ def _inside(key: str, entries: Iterable[str]) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in entries)
 
 
+def _idle(told: Sequence[_Told]) -> list[str]:
+    """Chosen prefixes under which no rank has anything to fill, as with a slip in one: nothing would be loaded."""
+    return sorted(set.intersection(*(set(one.idle) for one in told)))
+
+
 def _judge(
     told: Sequence[_Told], unexpected: list[str], strict: bool, allow_dtype_cast: bool, path: str | None
 ) -> None:
-    missing = sorted({key for one in told for key in one.missing})
+    missing = sorted({key for one in told for key in one.missing}.union(_idle(told)))
     shapes = {key: pair for one in told for key, pair in one.shapes.items()}
     dtypes = {} if allow_dtype_cast else {key: pair for one in told for key, pair in one.dtypes.items()}
     if not (dtypes or (strict and (missing or unexpected or shapes))):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from dcp_storage.errors import Cause, CheckpointError, portable
 
-__all__ = ["Ranks", "joined_failure", "unwrapped"]
+__all__ = ["Ranks", "check_same", "joined_failure", "unwrapped"]
 
 T = TypeVar("T")
 
@@ -160,6 +160,27 @@ def _sendable(error: BaseException) -> BaseException:
             cause=known.cause if known and known.cause else error,
         )
     return error
+
+
+def check_same(name: str, told: Sequence[object], outcome: str, path: str | None) -> None:
+    """Refuses an argument that is not the same on all ranks: they would part, and some would wait for the others.
+
+    Args:
+        name: of the argument.
+        told: what it is, by rank.
+        outcome: a sentence: that nothing was done.
+        path: the checkpoint, for errors.
+
+    Raises:
+        CheckpointError: of kind ``"options"``.
+    """
+    for rank, one in enumerate(told):
+        if one != told[0]:
+            raise CheckpointError(
+                f"{name} is {told[0]!r} on rank 0 and {one!r} on rank {rank}; every rank must say the same. {outcome}",
+                path=path,
+                kind="options",
+            )
 
 
 def joined_failure(failures: Mapping[int, BaseException], rank: int, doing: str, path: str | None) -> BaseException:

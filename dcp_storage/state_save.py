@@ -23,7 +23,7 @@ from dcp_storage.state_digest import digest_of
 from dcp_storage.state_models import ModulePart
 from dcp_storage.state_optimizers import OptimizerPart
 from dcp_storage.state_process import save_in_process
-from dcp_storage.state_ranks import Ranks, unwrapped
+from dcp_storage.state_ranks import Ranks, check_same, unwrapped
 from dcp_storage.state_tree import Path, key_of, rebuild
 from dcp_storage.state_values import RngPart
 from dcp_storage.state_view import as_kept
@@ -209,21 +209,18 @@ def _divide(
     """The values under the names that they get on the store, and the keys that differ between ranks."""
     digests: dict[str, tuple[bool, bytes]] = {}
 
-    def compare() -> tuple[bytes, Differing]:
+    values: list[Any] = []
+
+    def compare() -> tuple[bytes, Differing, str | None]:
+        values.extend(map(_detached, leaves))
         digests.update(_digests(ranks, leaves))
-        return digest_of(digests), differing
+        return digest_of(digests), differing, path
 
     different: set[str] = set()
     told = ranks.agree("Comparing the ranks", path, compare)
-    for rank, (_, other) in enumerate(told):
-        if other != told[0][1]:
-            raise CheckpointError(
-                f"differing is {told[0][1]!r} on rank 0 and {other!r} on rank {rank}; every rank has to say the same. "
-                "Nothing was saved.",
-                path=path,
-                kind="options",
-            )
-    if len({digest for digest, _ in told}) > 1:
+    check_same("differing", [one[1] for one in told], "Nothing was saved.", path)
+    check_same("checkpoint_id", [one[2] for one in told], "Nothing was saved.", path)
+    if len({one[0] for one in told}) > 1:
         tables = ranks.gather(digests)
         for key in set().union(*tables):
             seen = {table[key] for table in tables if key in table}
@@ -232,12 +229,19 @@ def _divide(
             if len(seen) > 1 or not everywhere:
                 different.add(key)
     named: list[tuple[Path, Any]] = []
-    for leaf in leaves:
+    for leaf, value in zip(leaves, values, strict=True):
         own = leaf.kind == "own" or leaf.key in different
-        named.append(((PREFIX, str(ranks.rank), *leaf.path) if own else leaf.path, leaf.detached()))
+        named.append(((PREFIX, str(ranks.rank), *leaf.path) if own else leaf.path, value))
     if different or any(leaf.kind == "own" for leaf in leaves):
         named.append(((PREFIX, WORLD_KEY.partition(".")[2]), torch.zeros(ranks.world, dtype=torch.uint8, device="cpu")))
     return named, sorted(different)
+
+
+def _detached(leaf: Leaf) -> Any:
+    try:
+        return leaf.detached()
+    except Exception as error:
+        raise portable(error, "Asking for the value", key=leaf.key) from error
 
 
 def _digests(ranks: Ranks, leaves: Sequence[Leaf]) -> dict[str, tuple[bool, bytes]]:

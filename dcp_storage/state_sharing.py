@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from dcp_storage.exchange_plan import worth_sharing
-from dcp_storage.exchange_rounds import check_group
+from dcp_storage.exchange_rounds import check_group, timeout_of
 from dcp_storage.reader import FsspecStorageReader
 from dcp_storage.state_digest import digest_of
 from dcp_storage.state_findings import Wish
@@ -93,7 +93,7 @@ def cpu_group(ranks: Ranks) -> Iterator[dist.ProcessGroup]:
         check_group(group)
     except ValueError:
         members = dist.get_process_group_ranks(group)
-        own = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        own = dist.new_group(members, timeout=timeout_of(group), backend="gloo", use_local_synchronization=True)
         try:
             yield own
         finally:

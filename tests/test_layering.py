@@ -22,8 +22,8 @@ LAYERS = tuple(
     stores.asking
     stores.local_syscalls stores.translate stores.parts stores.s3_bodies stores.s3_errors
     stores.s3_session
-    stores.local_create stores.local_upload stores.s3_listing stores.remote_files stores.location
-    stores.gcs_errors stores.gcs_crc32c stores.obstore_errors
+    stores.local_create stores.local_direct stores.s3_listing stores.remote_files stores.location
+    stores.local_upload stores.gcs_errors stores.gcs_crc32c stores.obstore_errors
     stores.gcs_session
     stores.obstore_options
     stores.gcs_sending
@@ -42,6 +42,7 @@ LAYERS = tuple(
     pickles_safe
     pickles
     torchview
+    coverage
     current commit_object
     view
     commit fence

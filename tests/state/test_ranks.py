@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import time
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -390,6 +392,9 @@ def apart(rank: int, world: int, path: str) -> Any:
         lambda: DCP.load(into, checkpoint_id=path, strict=rank == 0),
         lambda: DCP.load(into, checkpoint_id=path, strict=False, allow_dtype_cast=rank == 0),
         lambda: DCP.save(state, checkpoint_id=path + "b", differing="warn" if rank else "error"),
+        lambda: DCP.save(state, checkpoint_id=f"{path}b{rank}"),
+        lambda: DCP.load(into, checkpoint_id=path if rank else f"{path}/../c", strict=False),
+        lambda: DCP.async_save(state, checkpoint_id=f"{path}b{rank}").wait(),
     ]
     for call in calls:
         with pytest.raises(CheckpointError) as caught:
@@ -401,9 +406,46 @@ def apart(rank: int, world: int, path: str) -> Any:
 def test_ranks_that_ask_for_different_things(tmp_path: Path, ranks: RankPool) -> None:
     """All are told at once what differs and where, and nothing is loaded or saved; nobody waits for the time-out."""
     for said, kept in ranks.run(apart, 2, str(tmp_path / "c")):
-        assert [kind for kind, _ in said] == ["options"] * 3
-        for (_, text), name in zip(said, ("strict", "allow_dtype_cast", "differing"), strict=True):
+        assert [kind for kind, _ in said] == ["options"] * 6
+        for (_, text), name in zip(
+            said, ("strict", "allow_dtype_cast", "differing", *["checkpoint_id"] * 3), strict=True
+        ):
             assert name in text
             assert "rank 1" in text
         assert kept == [0.0, 0.0]
-    assert not (tmp_path / "cb").exists() or not list((tmp_path / "cb").glob(".commit*"))
+    assert not list(tmp_path.glob("cb*/.commit*"))
+
+
+def lazy(rank: int, world: int, path: str) -> tuple[str, float]:
+    """A parameter without a shape on rank 1."""
+    module = nn.LazyLinear(1) if rank else nn.Linear(1, 1)
+    begun = time.monotonic()
+    with pytest.raises(CheckpointError) as caught:
+        DCP.save({"a": module}, checkpoint_id=path)
+    return f"{caught.value.rank} {caught.value.key}", time.monotonic() - begun
+
+
+def test_a_parameter_without_a_shape(tmp_path: Path, ranks: RankPool) -> None:
+    """One that cannot be taken, as a lazy module's, is named on all ranks at once."""
+    for said, took in ranks.run(lazy, 2, str(tmp_path / "c"), timeout=40):
+        assert said in ("1 a.weight", "1 a.bias")
+        assert took < 20
+
+
+def stuck(rank: int, world: int, path: str) -> float:
+    """Rank 1 does not come to the second asynchronous save; how long rank 0 waits for it."""
+    group = dist.new_group(timeout=timedelta(seconds=4))
+    DCP.async_save({"a": 1}, checkpoint_id=f"{path}/1", process_group=group).wait()
+    begun = time.monotonic()
+    if rank == 0:
+        with pytest.raises(CheckpointError):
+            DCP.async_save({"a": 1}, checkpoint_id=f"{path}/2", process_group=group).wait()
+    else:
+        time.sleep(12)
+    return time.monotonic() - begun
+
+
+def test_a_rank_that_does_not_come_to_an_asynchronous_save(tmp_path: Path, ranks: RankPool) -> None:
+    """The others wait for the time-out of the group that was given, not for torch's default of half an hour."""
+    first, _ = ranks.run(stuck, 2, str(tmp_path), timeout=60)
+    assert 3 < first < 10

@@ -26,6 +26,7 @@ from dcp_storage import (
     FsspecStorageWriter,
     IncompatibleCheckpointError,
     NotCommittedError,
+    PerRank,
 )
 from dcp_storage.state_keys import KeyChoice
 from tests.e2e import ALONE
@@ -415,3 +416,36 @@ def test_a_target_whose_elements_are_one(tmp_path: Path) -> None:
     report = DCP.load(into, checkpoint_id=tmp_path / "c", strict=False)
     assert into["a"].tolist() == [1.0] * 4
     assert "b" in report.shapes or "b" in report.untouched
+
+
+@pytest.mark.parametrize("keys", [["modle"], ["model.we"], ["model", "optimiser"]])
+def test_a_prefix_that_names_nothing(saved: str, keys: list[str]) -> None:
+    """A slip in a chosen prefix is named: with strict nothing is loaded, else the report has a sentence on it."""
+    model = Head(2)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(IncompatibleCheckpointError) as caught:
+        DCP.load({"model": model}, checkpoint_id=saved, keys=keys)
+    assert caught.value.missing == keys[-1:]
+    assert_equal(model.state_dict(), before)
+    report = DCP.load({"model": model}, checkpoint_id=saved, keys=keys, strict=False)
+    assert any(repr(keys[-1]) in warning for warning in report.warnings)
+
+
+def test_keys_that_give_no_text(saved: str) -> None:
+    """A function that renames to something else than text is told so."""
+    with pytest.raises(CheckpointError, match="must give text or None"):
+        DCP.load({"model": Head(2)}, checkpoint_id=saved, keys=lambda key: 3)  # type: ignore[arg-type,return-value]
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+def test_a_quantized_tensor_without_a_target(tmp_path: Path) -> None:
+    """Where nothing with its scales is there to be filled its values are loaded; a target of its kind gets integers."""
+    tensor = torch.quantize_per_tensor(torch.tensor([0.1, 0.7, -0.3]), 0.1, 3, torch.qint8)
+    DCP.save({"q": tensor, "p": PerRank({"q": tensor})}, checkpoint_id=tmp_path / "c")
+    into: dict[str, Any] = {"q": None, "p": PerRank()}
+    DCP.load(into, checkpoint_id=tmp_path / "c")
+    assert torch.equal(into["q"], tensor.dequantize())
+    assert torch.equal(into["p"].value["q"], tensor.dequantize())
+    alike = {"q": torch.quantize_per_tensor(torch.zeros(3), 0.1, 3, torch.qint8)}
+    DCP.load(alike, checkpoint_id=tmp_path / "c")
+    assert torch.equal(alike["q"].int_repr(), tensor.int_repr())
