@@ -320,7 +320,9 @@ def _doctor(url: Url, option: Options = None, as_json: Json = False) -> None:
 def _bench(
     url: Url,
     seconds: Annotated[float, typer.Option(metavar="S", help="How long it should take, about.")] = 8.0,
-    max_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Most bytes that are written.")] = "512MiB",
+    max_bytes: Annotated[
+        str, typer.Option(metavar="SIZE", help="Most bytes that are written; at least 64MiB.")
+    ] = "2GiB",
     option: Options = None,
     as_json: Json = False,
 ) -> None:

@@ -286,6 +286,15 @@ def nothing_committed(store: Store, current: Current | None) -> CheckpointNotFou
             path=store.url,
             key=torn[-1],
         )
+    manifests = sorted(name for name in ours if name.startswith(names.MANIFEST))
+    if names.STOCK_VIEW in found and manifests:
+        return NotCommittedError(
+            f"{store.url}: there is a .metadata without a commit, and a manifest of ours ({manifests[-1]}) beside it. "
+            "If this was one of our checkpoints, its commit object was removed: restore it from a copy. If stock torch "
+            "saved here after a save of ours that never committed, adopt it, or load it with require_commit=False.",
+            path=store.url,
+            key=manifests[-1],
+        )
     if names.STOCK_VIEW in found:
         return NotCommittedError(
             f"{store.url}: there is a checkpoint that stock torch wrote, without a commit. Nothing shows that it is "

@@ -26,6 +26,7 @@ __all__ = ["BenchReport", "Figure", "bench", "bench_folder"]
 _CONCURRENCIES = (1, 4, 8, 16, 32)
 _PART_SIZES = (1 * MIB, 4 * MIB, 8 * MIB, 16 * MIB, 32 * MIB)
 _FIRST_PART = 4 * MIB
+_LEAST = 64 * MIB  # bytes that are enough to measure something
 _NEARLY = 0.9  # of the best is good enough where it costs less
 
 
@@ -63,6 +64,8 @@ class BenchReport(ToolReport):
         read: bytes per second of the best read.
         max_concurrency: advice for SaveOptions and LoadOptions: the least that comes near the best.
         part_size: likewise, bytes.
+        skipped: (requests at once, bytes of each) that were left out, since as many requests would have written more
+            than was allowed.
         says: the advice in a sentence.
     """
 
@@ -71,6 +74,7 @@ class BenchReport(ToolReport):
     read: float = 0.0
     max_concurrency: int = 0
     part_size: int = 0
+    skipped: list[tuple[int, int]] = field(default_factory=list)
     says: str = ""
 
 
@@ -78,7 +82,7 @@ def bench(
     url: str | os.PathLike[str],
     *,
     seconds: float = 8.0,
-    max_bytes: int = 512 * MIB,
+    max_bytes: int = 2048 * MIB,
     storage_options: Mapping[str, Any] | None = None,
     callback: Callback | None = None,
 ) -> BenchReport:
@@ -90,8 +94,9 @@ def bench(
     Args:
         url: a folder of the store. A local folder must be there.
         seconds: how long all of it should take, about. Default 8.
-        max_bytes: most bytes that are written in all, and that lie on the store at once. As many are read.
-            Default 512 MiB.
+        max_bytes: most bytes that are written in all; as many are read. At least 64 MiB, default 2 GiB; the time is
+            over before that on all but the fastest links. Each measurement has its share, and is left out where that is
+            too little for as many requests as are to be in flight.
         storage_options: handed to fsspec.
         callback: an fsspec Callback that is told of measurements done.
 
@@ -103,8 +108,8 @@ def bench(
     """
     if not seconds > 0:
         raise ValueError(f"seconds must be positive, not {seconds}.")
-    if max_bytes < 32 * MIB:
-        raise ValueError(f"max_bytes must be at least {32 * MIB}, not {max_bytes}.")
+    if max_bytes < _LEAST:
+        raise ValueError(f"max_bytes must be at least 64 MiB ({_LEAST}), not {max_bytes}.")
     options = SaveOptions(max_concurrency=max(_CONCURRENCIES), attempts=3, deadline=60.0)
     return bench_folder(folder_at(url, storage_options, options), seconds, max_bytes, callback)
 
@@ -117,16 +122,28 @@ def bench_folder(folder: Folder, seconds: float, max_bytes: int, callback: Callb
     runs = len(_CONCURRENCIES) + len(_PART_SIZES) - 1
     if callback is not None:
         callback.set_size(runs)
-    trial = _Trial(opened.store, seconds / (2 * runs), max_bytes // runs)
+    trial = _Trial(opened.store, seconds / (2 * runs))
+    left = max_bytes
+
+    def measure(concurrency: int, part_size: int) -> None:
+        nonlocal left, runs
+        share = left // runs // part_size
+        runs -= 1
+        if share < concurrency:
+            report.skipped.append((concurrency, part_size))
+        else:
+            found = trial.run(concurrency, part_size, share)
+            left -= found[0].nbytes
+            report.figures += found
+        _tell(callback)
+
     try:
         for concurrency in _CONCURRENCIES:
-            report.figures += trial.run(concurrency, _FIRST_PART)
-            _tell(callback)
+            measure(concurrency, _FIRST_PART)
         report.max_concurrency = _least(report.figures, lambda f: f.concurrency)
         for part_size in _PART_SIZES:
             if part_size != _FIRST_PART:
-                report.figures += trial.run(report.max_concurrency, part_size)
-                _tell(callback)
+                measure(report.max_concurrency, part_size)
         same = [f for f in report.figures if f.concurrency == report.max_concurrency]
         report.part_size = _least(same, lambda f: f.part_size)
     except StoreError:
@@ -140,11 +157,21 @@ def bench_folder(folder: Folder, seconds: float, max_bytes: int, callback: Callb
         opened.store.close()
     report.write = max(f.speed for f in report.figures if f.what == "write")
     report.read = max(f.speed for f in report.figures if f.what == "read")
-    report.says = (
-        f"Set max_concurrency={report.max_concurrency} and part_size={report.part_size // MIB} * 1024 * 1024: more did "
-        f"not pay here. Best seen: write {report.write / 1e6:.0f} MB/s, read {report.read / 1e6:.0f} MB/s."
-    )
+    report.says = _advice(report)
     return report
+
+
+def _advice(report: BenchReport) -> str:
+    held = report.max_concurrency * report.part_size
+    budget = f", memory_budget={held // MIB} * 1024 * 1024" if held > SaveOptions().memory_budget else ""
+    said = (
+        f"Set max_concurrency={report.max_concurrency}, part_size={report.part_size // MIB} * 1024 * 1024{budget}: "
+        f"more did not pay here. Best seen: write {report.write / 1e6:.0f} MB/s, read {report.read / 1e6:.0f} MB/s."
+    )
+    if report.skipped:
+        each = ", ".join(f"{concurrency} of {size // MIB} MiB" for concurrency, size in report.skipped)
+        said += f" Not measured, as max_bytes is too small for so many at once: {each}."
+    return said
 
 
 def _tell(callback: Callback | None) -> None:
@@ -166,24 +193,29 @@ def _least(figures: Sequence[Figure], setting: Callable[[Figure], int]) -> int:
 class _Trial:
     """Writes and reads for a while, within bounds."""
 
-    def __init__(self, store: Store, seconds: float, max_bytes: int) -> None:
+    def __init__(self, store: Store, seconds: float) -> None:
         self.store = store
         self.seconds = seconds
-        self.max_bytes = max_bytes
         self.names: list[str] = []
         # Not zeros: some stores and links squeeze those.
         self.data = memoryview(os.urandom(MIB) * (max(_PART_SIZES) // MIB))
         self.crcs = {size: zlib.crc32(self.data[:size]) for size in _PART_SIZES}
 
-    def run(self, concurrency: int, part_size: int) -> list[Figure]:
-        """One write and one read measurement; the objects are removed again."""
-        most = max(self.max_bytes // part_size, 1)
+    def run(self, concurrency: int, part_size: int, most: int) -> list[Figure]:
+        """One write and one read measurement of so many requests at most; the objects are removed again."""
         names = [f"{CLAIM}.{new_token()}" for _ in range(most)]
         self.names = names
         body = self.data[:part_size]
-        count, took = self._during(
-            concurrency, most, lambda n: self.store.put(names[n], [body], crc32=self.crcs[part_size])
-        )
+
+        def write(number: int) -> None:
+            if self.store.remote:
+                self.store.put(names[number], [body], crc32=self.crcs[part_size])
+            else:  # as a save does there
+                upload = self.store.upload(names[number])
+                upload.write_part(1, 0, [body], crc32=self.crcs[part_size])
+                upload.complete()
+
+        count, took = self._during(concurrency, most, write)
         figures = [Figure("write", concurrency, part_size, count * part_size, took)]
         written, local = count, threading.local()
 

@@ -173,7 +173,7 @@ def test_doctor_and_bench_leave_nothing(request: pytest.FixtureRequest, where: s
     assert checked.exit_code == 0, checked.output
     assert "keeps all that checkpoints need" in checked.stdout
     assert "ok    create" in checked.stdout
-    measured = run("bench", place.url, "--seconds", "0.3", "--max-bytes", "32MiB", place=place)
+    measured = run("bench", place.url, "--seconds", "0.3", "--max-bytes", "64MiB", place=place)
     assert measured.exit_code == 0, measured.output
     assert "max_concurrency=" in measured.stdout
     assert set(place.files()) == {"mine.txt"}

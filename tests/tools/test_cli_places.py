@@ -18,7 +18,7 @@ from tests.tools.test_cli import run, told
 
 pytestmark = pytest.mark.filterwarnings(ALONE)
 
-COMMANDS = (["ls"], ["show"], ["verify"], ["prune"], ["adopt"], ["doctor"], ["bench", "--max-bytes", "32MiB"])
+COMMANDS = (["ls"], ["show"], ["verify"], ["prune"], ["adopt"], ["doctor"], ["bench", "--max-bytes", "64MiB"])
 
 
 @pytest.fixture
