@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from benchmarks.bars import bars_of
-from benchmarks.plots import draw
 from benchmarks.settings import SETTINGS, Scale
 
 __all__ = ["main"]
@@ -50,8 +49,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help="minutes (the default)")
-    size.add_argument("--full", action="store_true", help="GPT-2 124M with AdamW and five rounds; about an hour")
-    parser.add_argument("--only", nargs="*", choices=list(SETTINGS), default=list(SETTINGS))
+    size.add_argument("--full", action="store_true", help="GPT-2 124M with AdamW in all but the shaped settings, five rounds, and one tensor of 8 GB; about an hour")
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        choices=list(SETTINGS),
+        default=list(SETTINGS),
+        help="; ".join(f"{name}: {str(setting.__doc__).rstrip('.')}" for name, setting in SETTINGS.items()),
+    )
     parser.add_argument(
         "--out", type=Path, default=Path("benchmarks/results"), help="settings measured there before are kept"
     )
@@ -84,6 +89,8 @@ def main() -> None:
     for name, rows in measured.items():
         text += [f"### {name}", "", str(SETTINGS[name].__doc__), "", _table(rows), ""]
     (options.out / "tables.md").write_text("\n".join([*text, "### Bars", "", bars]) + "\n")
+    from benchmarks.plots import draw  # matplotlib is needed for nothing else
+
     draw(measured, options.out)
 
 
