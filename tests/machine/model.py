@@ -173,7 +173,9 @@ class Model:
             if not number_of(name):
                 self._file_gone(name, before[name], doer, clock)
         for name in new:
-            self.written[name] = doer, self.clock
+            author, at = self.written.get(name, (None, 0))
+            # What a late duplicate of the same writer's request brings back is no newer than it was.
+            self.written[name] = doer, at if author is doer else self.clock
 
     def _commit_made(self, name: str, before: Mapping[str, Seen], doer: Doer) -> None:
         number, was = number_of(name), self.now
