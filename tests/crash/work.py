@@ -17,7 +17,6 @@ from torch.distributed.checkpoint import CheckpointException
 from dcp_storage import FsspecStorageWriter, SaveOptions
 from dcp_storage.errors import CheckpointError
 from dcp_storage.fence import prune_folder
-from dcp_storage.session import open_folder
 from dcp_storage.store import Store
 from dcp_storage.stores.local import LocalStore
 from dcp_storage.stores.local_syscalls import Syscalls
@@ -30,6 +29,7 @@ from dcp_storage.tools.delete import RETIRE, delete_at, sweep_with
 from dcp_storage.tools.opening import Folder
 from dcp_storage.tools.prune import prune_at
 from dcp_storage.tools.retention import Rule
+from dcp_storage.wrappers import RetryingStore
 from tests.crash.points import Mode, Point, Seam
 from tests.crash.seams import AtStore, at_syscalls
 from tests.crash.values import PART, SHARD, state
@@ -211,7 +211,9 @@ def _make_common(job: Job) -> None:
     if location.protocol == "file":
         Path(job.url).mkdir(parents=True)
     else:
-        _ = open_folder(location, job.options, OPTIONS).store.create_if_absent  # with retries, as in a save
+        # Opened as the saves open theirs, so that what is found out counts for them; with retries, as in a save.
+        store = open_store(location, job.options, max_concurrency=OPTIONS.max_concurrency)
+        _ = RetryingStore(store, attempts=OPTIONS.attempts, deadline=OPTIONS.deadline).create_if_absent
 
 
 def _raised(call: Callable[[], object]) -> BaseException | None:
