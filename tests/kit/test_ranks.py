@@ -238,7 +238,8 @@ def test_many_runs_leave_no_processes_and_no_files(
     pids = [pid for _ in range(20) for _, _, pid in pool.run(who, 2)]
     assert not any(alive(pid) for pid in pids)
     assert children(warm) == []
-    assert [len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in (os.getpid(), warm)] == before
+    after = [len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in (os.getpid(), warm)]
+    assert all(now <= was for now, was in zip(after, before, strict=True))  # fewer: what other tests left was closed
     assert list(tmp_path.iterdir()) == []
 
 

@@ -296,7 +296,7 @@ def test_ctrl_c_leaves_nothing(place: Place, tool: str) -> None:
         return Folder(plain.location, plain.storage_options, plain.options, opener)
 
     def ask(at: set[int]) -> None:
-        doctor_folder(under(at)) if tool == "doctor" else bench_folder(under(at), 0.2, 32 * MIB)
+        doctor_folder(under(at)) if tool == "doctor" else bench_folder(under(at), 0.2, 512 * MIB)
 
     for at in (2, 9):  # so many requests there are in any case; how many more, time decides
         for again in ({at}, {at, at + 1}):  # the one after an interrupt is of the cleaning
