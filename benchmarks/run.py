@@ -49,7 +49,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help="minutes (the default)")
-    size.add_argument("--full", action="store_true", help="GPT-2 124M with AdamW in all but the shaped settings, five rounds, and one tensor of 8 GB; about an hour")
+    size.add_argument(
+        "--full",
+        action="store_true",
+        help="GPT-2 with AdamW but where the link is shaped, five rounds, one tensor of 8 GB; about an hour",
+    )
     parser.add_argument(
         "--only",
         nargs="*",
