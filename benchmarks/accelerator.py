@@ -1,12 +1,13 @@
 """Saves and loads of a state on an accelerator: right bit for bit, and how fast, against stock torch.
 
-    python -m benchmarks.accelerator [STATE] [ROUNDS]
+    python -m benchmarks.accelerator [state] [rounds]
 
 Local disk, in turn, in this process. Ends with status 2 where torch sees no accelerator.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 import tempfile
@@ -17,7 +18,7 @@ from functools import partial
 import torch
 import torch.distributed.checkpoint as dcp
 
-from benchmarks.states import make_state, size_of
+from benchmarks.states import STATES, make_state, size_of
 from dcp_storage import FsspecStorageReader, FsspecStorageWriter
 
 __all__ = ["main"]
@@ -37,12 +38,15 @@ def _load(target: dict[str, torch.Tensor], path: str, *, stock: bool) -> None:
 
 def main() -> int:
     """Reads the command line, measures, compares, prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("state", nargs="?", choices=STATES, default="gpt2", help="gpt2 by default")
+    parser.add_argument("rounds", nargs="?", type=int, default=5, help="5 by default")
+    arguments = parser.parse_args()
     device = torch.accelerator.current_accelerator()
     if device is None:
         print("torch sees no accelerator here.")
         return 2
-    name = sys.argv[1] if len(sys.argv) > 1 else "gpt2"
-    rounds = int(sys.argv[2]) if len(sys.argv) > 2 else 5
+    name, rounds = arguments.state, arguments.rounds
     state = {key: tensor.to(device) for key, tensor in make_state(name).items()}
     seconds: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -9,9 +9,9 @@ allocates the staging memory and does not count.
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import statistics
-import sys
 import tempfile
 import time
 from typing import Any
@@ -83,9 +83,12 @@ def _meet(world: int) -> None:
 
 def main() -> None:
     """Measures and prints."""
-    mib = int(sys.argv[1]) if len(sys.argv) > 1 else 768
-    saves = int(sys.argv[2]) if len(sys.argv) > 2 else 7
-    ranks = int(sys.argv[3]) if len(sys.argv) > 3 else 1
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("mib", nargs="?", type=int, default=768, help="of each rank; 768 by default")
+    parser.add_argument("saves", nargs="?", type=int, default=7, help="7 by default")
+    parser.add_argument("ranks", nargs="?", type=int, default=1, help="1 by default")
+    arguments = parser.parse_args()
+    mib, saves, ranks = arguments.mib, arguments.saves, arguments.ranks
     with tempfile.TemporaryDirectory() as folder:
         if ranks == 1:
             each = [measure(0, 1, mib, saves, folder)]

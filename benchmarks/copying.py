@@ -1,6 +1,6 @@
 """How fast ``copy`` brings a checkpoint from disk to S3, against a save of the same state to the same server.
 
-    python -m benchmarks.copying [STATE] [ROUNDS]
+    python -m benchmarks.copying [state] [rounds]
 
 Both run in turn, in this process, with their default options and checksums on, to the light server of this harness,
 each to a new folder. A save has its bytes in memory; the copy reads them from disk (from the page cache, as the save
@@ -9,8 +9,8 @@ that made them has just ended), and holds each of them against the manifest.
 
 from __future__ import annotations
 
+import argparse
 import statistics
-import sys
 import tempfile
 import time
 import warnings
@@ -19,7 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from benchmarks.measuring import LightServer
-from benchmarks.states import make_state, size_of
+from benchmarks.states import STATES, make_state, size_of
 from dcp_storage import FsspecStorageWriter, copy
 
 __all__ = ["main"]
@@ -29,7 +29,11 @@ BAR = 0.9  # of a save's own speed
 
 def main() -> None:
     """Measures and prints."""
-    name, rounds = sys.argv[1] if len(sys.argv) > 1 else "gpt2-2", int(sys.argv[2]) if len(sys.argv) > 2 else 7
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("state", nargs="?", choices=STATES, default="gpt2-2", help="gpt2-2 by default")
+    parser.add_argument("rounds", nargs="?", type=int, default=7, help="7 by default")
+    arguments = parser.parse_args()
+    name, rounds = arguments.state, arguments.rounds
     warnings.simplefilter("ignore")  # torch's, of a process without a process group
     torch.set_num_threads(1)
     state = make_state(name)

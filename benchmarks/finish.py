@@ -3,14 +3,14 @@
 Simulated in one process: ranks x keys items as plans and results, as the coordinator gets them; no bytes of tensors.
 The store keeps objects in memory, and its calls are left out of the figure.
 
-    python -m benchmarks.finish [RANKS] [KEYS]
+    python -m benchmarks.finish [ranks] [keys]
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import pickle
-import sys
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -97,7 +97,11 @@ def _results(rank: int, plan: SavePlan) -> list[WriteResult]:
 
 def main() -> None:
     """Simulates, measures, prints."""
-    ranks, keys = (int(text) for text in [*sys.argv[1:], "1000", "1000"][:2])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ranks", nargs="?", type=int, default=1000, help="how many; 1000 by default")
+    parser.add_argument("keys", nargs="?", type=int, default=1000, help="items of each rank; 1000 by default")
+    arguments = parser.parse_args()
+    ranks, keys = arguments.ranks, arguments.keys
     plans = [_plan(rank, keys, ranks) for rank in range(ranks)]
     results = [_results(rank, plan) for rank, plan in enumerate(plans)]
     whole = (LENGTH + AROUND) * keys

@@ -17,7 +17,7 @@ from typing import Any
 
 from dcp_storage.testing.proxy import Shape
 
-__all__ = ["Case", "Figure", "LightServer", "interleaved", "process_cpu", "rounds_of", "serving", "shaped"]
+__all__ = ["Case", "Figure", "LightServer", "Link", "interleaved", "process_cpu", "rounds_of", "serving", "shaped"]
 
 LIMIT = 900  # seconds for one worker
 TICK = os.sysconf("SC_CLK_TCK")
@@ -147,24 +147,52 @@ def process_cpu(pid: int) -> float:
 
 
 @contextlib.contextmanager
-def serving(*arguments: str) -> Iterator[tuple[str, int]]:
-    """What :mod:`benchmarks.serve` serves, in a process of its own; gives its URL and process id."""
+def _process(*arguments: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     command = [sys.executable, "-m", "benchmarks.serve", *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
-        yield process.stdout.readline().strip(), process.pid
+        yield process.stdout.readline().strip(), process
     finally:
         process.send_signal(signal.SIGINT)  # so that it ends what it started
         process.wait(timeout=60)
 
 
 @contextlib.contextmanager
-def shaped(url: str, shape: Shape) -> Iterator[str]:
-    """The server behind a link of this shape; gives the URL to use."""
+def serving(*arguments: str) -> Iterator[tuple[str, int]]:
+    """What :mod:`benchmarks.serve` serves, in a process of its own; gives its URL and process id."""
+    with _process(*arguments) as (url, process):
+        yield url, process.pid
+
+
+@dataclass(frozen=True)
+class Link:
+    """A shaped way to a server.
+
+    Attributes:
+        url: the URL to use.
+        process: the proxy's.
+    """
+
+    url: str
+    process: subprocess.Popen[str]
+
+    def moved(self) -> tuple[int, int]:
+        """Bytes that went up and down through it, since it began."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        up, down = self.process.stdout.readline().split()
+        return int(up), int(down)
+
+
+@contextlib.contextmanager
+def shaped(url: str, shape: Shape) -> Iterator[Link]:
+    """The server behind a link of this shape."""
     total = [] if shape.total_rate is None else [str(shape.total_rate)]
-    with serving("proxy", url, str(shape.latency), str(shape.rate), *total) as (proxied, _):
-        yield proxied
+    with _process("proxy", url, str(shape.latency), str(shape.rate), *total) as (proxied, process):
+        yield Link(proxied, process)
 
 
 def _once(case: Case) -> dict[str, Any]:
@@ -182,13 +210,30 @@ def _once(case: Case) -> dict[str, Any]:
 
 
 def interleaved(
-    cases: Sequence[Case], rounds: int, server: LightServer | None = None, pid: int | None = None
+    cases: Sequence[Case],
+    rounds: int,
+    server: LightServer | None = None,
+    pid: int | None = None,
+    link: Link | None = None,
 ) -> list[Figure]:
-    """Measures all cases in turn, ``rounds`` times over; a load finds what the save of its subject left."""
+    """Measures all cases in turn, ``rounds`` times over; a load finds what the save of its subject left.
+
+    Args:
+        cases: what is measured.
+        rounds: how often.
+        server: the light server, where it is one.
+        pid: the process of another server, for its CPU seconds.
+        link: the shaped way that the cases are to take.
+
+    Raises:
+        RuntimeError: a case loaded something else than was saved, or its bytes did not go through the link: a
+            server that names itself in an answer is a way past it.
+    """
     figures = [Figure(case) for case in cases]
     for number in range(rounds):
         for figure in figures:
             before = server.stats() if server else None
+            moved = link.moved() if link else (0, 0)
             busy = process_cpu(pid) if pid is not None else 0.0
             found = _once(figure.case)
             figure.wall.append(found["wall"])
@@ -204,6 +249,10 @@ def interleaved(
             elif pid is not None:
                 figure.server_cpu.append(process_cpu(pid) - busy)
             case = figure.case
+            if link:
+                figure.bytes_in, figure.bytes_out = (now - was for now, was in zip(link.moved(), moved, strict=True))
+                if max(figure.bytes_in, figure.bytes_out) < figure.bytes:
+                    raise RuntimeError(f"{case}: {figure.bytes} bytes, but they did not go through the link.")
             print(
                 f"  {number + 1}/{rounds} {case.label or case.subject}: {case.action} {found['wall']:.2f} s", flush=True
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import sys
 import tempfile
 from pathlib import Path
 
@@ -28,6 +29,8 @@ def main() -> None:
     if options.kind == "proxy":
         with Proxy(options.url, Shape(options.latency, options.rate, options.total_rate)) as shaped:
             print(shaped.url, flush=True)
+            for _ in sys.stdin:  # each line asks what went through
+                print(shaped.bytes_up, shaped.bytes_down, flush=True)
             signal.pause()
     if options.kind == "seaweedfs":
         from tests.servers import seaweedfs_server

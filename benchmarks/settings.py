@@ -86,8 +86,10 @@ def s3_shaped(scale: Scale) -> list[Figure]:
         peers = S3_PEERS if number == rounds - 1 else [peer for peer in S3_PEERS if peer not in MINUTES]
         server = LightServer("bench")
         try:
-            with shaped(server.url, LINK) as url:
-                return interleaved(_both(_turned(peers, number), scale.shaped, _in_bucket("s3"), url), 1, server)
+            with shaped(server.url, LINK) as link:
+                return interleaved(
+                    _both(_turned(peers, number), scale.shaped, _in_bucket("s3"), link.url), 1, server, link=link
+                )
         finally:
             server.close()
 
@@ -103,9 +105,9 @@ def s3_shaped_gpt2(scale: Scale) -> list[Figure]:
         peers = [peer for peer in subjects if number == rounds - 1 or peer not in MINUTES]
         server = LightServer("bench")
         try:
-            with shaped(server.url, LINK) as url:
-                cases = _both(_turned(peers, number), "gpt2", _in_bucket("s3"), url)
-                return interleaved([case for case in cases if case.action == "save"], 1, server)
+            with shaped(server.url, LINK) as link:
+                cases = _both(_turned(peers, number), "gpt2", _in_bucket("s3"), link.url)
+                return interleaved([case for case in cases if case.action == "save"], 1, server, link=link)
         finally:
             server.close()
 
@@ -165,13 +167,13 @@ def s3_concurrency(scale: Scale) -> list[Figure]:
     """S3, shaped, ours: GB/s over requests in flight."""
     server = LightServer("bench")
     try:
-        with shaped(server.url, LINK) as url:
+        with shaped(server.url, LINK) as link:
             cases = [
-                Case("ours", action, scale.shaped, "s3://bench/c", url, {"max_concurrency": n}, f"{n} in flight")
+                Case("ours", action, scale.shaped, "s3://bench/c", link.url, {"max_concurrency": n}, f"{n} in flight")
                 for n in (1, 2, 4, 8, 16)
                 for action in ("save", "load")
             ]
-            return interleaved(cases, 1 if not scale.full else scale.rounds, server)
+            return interleaved(cases, 1 if not scale.full else scale.rounds, server, link=link)
     finally:
         server.close()
 
@@ -180,14 +182,14 @@ def s3_ranks(scale: Scale) -> list[Figure]:
     """S3, shaped, ours and stock: GB/s over ranks, each with a state of its own, on the processors of this machine."""
     server = LightServer("bench")
     try:
-        with shaped(server.url, LINK) as url:
+        with shaped(server.url, LINK) as link:
             cases = [
-                Case(who, action, "gpt2-2", f"s3://bench/{who[:4]}{n}", url, label=f"{who}, {n} ranks", ranks=n)
+                Case(who, action, "gpt2-2", f"s3://bench/{who[:4]}{n}", link.url, label=f"{who}, {n} ranks", ranks=n)
                 for who in ("ours", "torch Fsspec")
                 for n in (1, 2, 4)
                 for action in ("save", "load")
             ]
-            return interleaved(cases, 1 if not scale.full else 3, server)
+            return interleaved(cases, 1 if not scale.full else 3, server, link=link)
     finally:
         server.close()
 
@@ -197,9 +199,12 @@ def gcs_shaped(scale: Scale) -> list[Figure]:
     os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # else gcsfs asks an emulator for gRPC first
 
     def one(number: int) -> list[Figure]:
-        with serving("gcs", "bench") as (gcs, pid), shaped(gcs, LINK) as url:
+        with serving("gcs", "bench") as (gcs, pid), shaped(gcs, LINK) as link:
             return interleaved(
-                _both(_turned(("ours", "torch Fsspec"), number), scale.shaped, _in_bucket("gs"), url), 1, pid=pid
+                _both(_turned(("ours", "torch Fsspec"), number), scale.shaped, _in_bucket("gs"), link.url),
+                1,
+                pid=pid,
+                link=link,
             )
 
     return rounds_of(scale.rounds, one)

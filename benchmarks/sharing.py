@@ -1,6 +1,6 @@
 """When it pays that ranks share their reads: replicas of several sizes, each loading alone and sharing, in turn.
 
-Run it: python -m benchmarks.sharing [rounds] [MB/s for all]. Four ranks of this machine load a checkpoint of 1 to 64
+Run it: python -m benchmarks.sharing [rounds] [total]. Four ranks of this machine load a checkpoint of 1 to 64
 MiB from the light server behind a link of 20 ms and 60 MB/s for each connection, and as much for all of them as was
 said (no limit by default, but for the processors). It prints for every size the bytes that sharing saves and the median
 seconds of both, each time of the slowest rank.
@@ -8,10 +8,10 @@ seconds of both, each time of the slowest rank.
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import statistics
-import sys
 import time
 from typing import Any
 
@@ -68,8 +68,12 @@ def rounds_of(rank: int, world: int, url: str, endpoint: str, mib: int, rounds: 
 def main() -> None:
     """Measures and prints."""
     this = importlib.import_module("benchmarks.sharing")  # by its name, so that ranks can import it
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
-    total = float(sys.argv[2]) * 1e6 if len(sys.argv) > 2 else None
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rounds", nargs="?", type=int, default=5, help="5 by default")
+    parser.add_argument("total", nargs="?", type=float, help="MB/s of all ranks; no limit by default")
+    arguments = parser.parse_args()
+    rounds = arguments.rounds
+    total = None if arguments.total is None else arguments.total * 1e6
     server = LightServer("bench")
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
@@ -78,7 +82,7 @@ def main() -> None:
             for mib in SIZES:
                 url = f"s3://bench/{mib}"
                 pool.run(this.save, 1, url, server.url, mib)
-                found = pool.run(this.rounds_of, RANKS, url, link, mib, rounds, timeout=300)
+                found = pool.run(this.rounds_of, RANKS, url, link.url, mib, rounds, timeout=300)
                 each = [[max(rank[k][how] for rank in found) for k in range(rounds)] for how in (0, 1)]
                 alone, shared = map(statistics.median, each)
                 spread = [f"{min(row):.2f} to {max(row):.2f}" for row in each]

@@ -147,7 +147,8 @@ class _Handler(BaseHTTPRequestHandler):
         body, complete = self._body(0.5 if kind == "half request" else 1.0)
         gcs.receive(len(body), self.headers.get("Accept-Encoding", ""))
         headers = {name.lower(): value for name, value in self.headers.items()}
-        call = Call(self.command, self.path, headers, body, complete, origin=gcs.url)
+        origin = f"http://{headers['host']}"  # as the client named it: a proxy in front must see what follows, too
+        call = Call(self.command, self.path, headers, body, complete, origin)
         self.close_connection = not complete or kind not in (None, "delay") or "close" in headers.get("connection", "")
         if kind == "lost request":
             return

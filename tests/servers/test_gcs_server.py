@@ -19,6 +19,7 @@ import google_crc32c
 import pytest
 from gcsfs.core import GCSFileSystem
 
+from dcp_storage.testing.proxy import Proxy
 from tests.servers.gcs import GcsServer, Hook, gcs_server
 
 pytestmark = pytest.mark.leaves_uploads("the server itself is tested: sessions are begun to see what it says of them")
@@ -669,3 +670,15 @@ class TestGcsfs:
             filesystem.pipe_file(f"{client.bucket}/big", b"1", mode="create")
         assert client.get("big").body == data
         assert "big" not in client.server.open_sessions()
+
+    def test_through_a_proxy(self, client: Client) -> None:
+        """A resumable upload stays on the way on which it began: each byte of it goes through the proxy."""
+        data = secrets.token_bytes(3 * KIB_256 + 7)
+        with Proxy(client.server.url) as proxy:
+            options = {**client.server.storage_options, "endpoint_url": proxy.url}
+            filesystem = GCSFileSystem(**options, skip_instance_cache=True)
+            with filesystem.open(f"{client.bucket}/big", "wb", block_size=KIB_256) as file:
+                for start in range(0, len(data), KIB_256):
+                    file.write(data[start : start + KIB_256])
+            assert proxy.bytes_up >= len(data)
+        assert client.get("big").body == data
