@@ -1,9 +1,10 @@
 """A loopback S3 server for benchmarks: the verbs, no work.
 
 It keeps objects in memory and checks nothing: no signatures, no checksums. What it costs is the copy between the
-socket and memory, so that a benchmark on two cores measures the client. Every other server that can be had here burns
-more CPU on a PUT than the client does. It counts requests and bytes, says how much CPU it used (``GET /_stats``), and
-enforces ``If-None-Match: *`` on PUT and CompleteMultipartUpload, since the commit rests on that.
+socket and memory, so that a benchmark on two cores measures the client; its memory is touched before the first request
+and used again (:mod:`benchmarks.light_memory`). Every other server that can be had here burns more CPU on a PUT than
+the client does. It counts requests and bytes, says how much CPU it used (``GET /_stats``), and enforces
+``If-None-Match: *`` on PUT and CompleteMultipartUpload, since the commit rests on that.
 
 Not a model of S3: nothing is proven with it, only timed.
 """
@@ -23,31 +24,9 @@ from email.utils import formatdate
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
+from benchmarks.light_memory import Body, Object, Pool
+
 __all__ = ["main"]
-
-PIECE = 1 << 20
-
-
-@dataclass
-class Object:
-    """The bytes of one object, in pieces."""
-
-    pieces: list[memoryview]
-    etag: str
-    modified: float = field(default_factory=time.time)
-
-    @property
-    def size(self) -> int:
-        return sum(p.nbytes for p in self.pieces)
-
-    def span(self, start: int, stop: int) -> list[memoryview]:
-        out, at = [], 0
-        for piece in self.pieces:
-            a, b = max(start - at, 0), min(stop - at, piece.nbytes)
-            if a < b:
-                out.append(piece[a:b])
-            at += piece.nbytes
-        return out
 
 
 @dataclass
@@ -59,7 +38,7 @@ class Request:
     key: str
     query: dict[str, str]
     headers: dict[str, str]
-    body: memoryview
+    body: Body
 
 
 @dataclass
@@ -70,6 +49,7 @@ class Answer:
     body: list[memoryview] = field(default_factory=list)
     headers: dict[str, str] = field(default_factory=dict)
     length: int | None = None  # of a HEAD's would-be body
+    of: Object | None = None  # which must stay while it is sent
 
 
 def _xml(text: str, status: int = 200) -> Answer:
@@ -88,7 +68,8 @@ def _time(seconds: float) -> str:
 class Server:
     """The buckets, and the verbs on them."""
 
-    def __init__(self) -> None:
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
         self.lock = threading.Lock()
         self.buckets: dict[str, dict[str, Object]] = {}
         self.uploads: dict[str, tuple[str, str, dict[int, Object]]] = {}
@@ -111,7 +92,7 @@ class Server:
             return self.stats()
         with self.lock:
             self.requests[request.method] = self.requests.get(request.method, 0) + 1
-            self.bytes_in += request.body.nbytes
+            self.bytes_in += request.body.size
             return self._answer(request)
 
     def _answer(self, request: Request) -> Answer:
@@ -145,7 +126,7 @@ class Server:
         if request.method == "HEAD":
             return Answer()
         if request.method == "POST":  # DeleteObjects
-            for part in bytes(request.body).decode().split("<Key>")[1:]:
+            for part in b"".join(request.body.pieces).decode().split("<Key>")[1:]:
                 objects.pop(part.split("</Key>")[0], None)
             return _xml("<DeleteResult/>")
         if "uploads" in request.query:
@@ -202,7 +183,7 @@ class Server:
             status = 206
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
         self.bytes_out += stop - start
-        return Answer(status, found.span(start, stop), headers)
+        return Answer(status, found.span(start, stop), headers, of=found)
 
     def _post(self, request: Request, objects: dict[str, Object]) -> Answer:
         if "uploads" in request.query:
@@ -218,8 +199,8 @@ class Server:
         if request.headers.get("if-none-match") == "*" and request.key in objects:
             return _error(412, "PreconditionFailed")
         del self.uploads[request.query["uploadId"]]
-        pieces = [p for _, part in sorted(held[2].items()) for p in part.pieces]
-        made = objects[request.key] = Object(pieces, f'"{next(self.numbers)}"')
+        bodies = [body for _, part in sorted(held[2].items()) for body in part.bodies]
+        made = objects[request.key] = Object(bodies, f'"{next(self.numbers)}"')
         return _xml(
             f"<CompleteMultipartUploadResult><Key>{escape(request.key)}</Key>"
             f"<ETag>{made.etag}</ETag></CompleteMultipartUploadResult>"
@@ -233,7 +214,7 @@ class Server:
             old = self.buckets.get(bucket, {}).get(key.partition("?")[0])
             if old is None:
                 return _error(404, "NoSuchKey")
-            objects[request.key] = made = Object(old.pieces, made.etag)
+            objects[request.key] = made = Object(old.bodies, made.etag)
             return _xml(
                 f"<CopyObjectResult><ETag>{made.etag}</ETag>"
                 f"<LastModified>{_time(made.modified)}</LastModified></CopyObjectResult>"
@@ -286,40 +267,45 @@ class _Connection:
         del self.ahead[: at + len(end)]
         return out
 
-    def _exactly(self, size: int) -> memoryview:
-        out = memoryview(bytearray(size))
+    def _exactly(self, size: int, body: Body) -> None:
+        """Reads this many bytes to the end of a body."""
         have = min(size, len(self.ahead))
-        out[:have] = self.ahead[:have]
+        body.add(self.ahead[:have])
         del self.ahead[:have]
+        # The kernel waits for a whole piece, and not this thread again and again; a TLS socket knows no such flag.
+        flags = 0 if isinstance(self.sock, ssl.SSLSocket) else socket.MSG_WAITALL
         while have < size:
-            got = self.sock.recv_into(out[have : have + PIECE])
+            got = self.sock.recv_into(body.room(size - have), 0, flags)
             if not got:
                 raise EOFError
+            body.filled(got)
             have += got
-        return out
 
-    def _body(self, headers: dict[str, str]) -> memoryview:
+    def _body(self, headers: dict[str, str]) -> Body:
+        body = Body(self.server.pool)
         signed = "aws-chunked" in headers.get("content-encoding", "")
         signed |= headers.get("x-amz-content-sha256", "").startswith("STREAMING-")
         if "chunked" in headers.get("transfer-encoding", ""):
-            body = self._chunks()
+            self._chunks(body)
             if not signed:
                 return body
             inner = _Connection(self.server, self.sock)  # S3's own chunks, with a checksum behind them, inside HTTP's
-            inner.ahead = bytearray(body)
-            return inner._chunks()
+            inner.ahead = bytearray().join(body.pieces)
+            content = Body(self.server.pool)
+            inner._chunks(content)
+            return content
         if signed:
-            return self._chunks()
-        return self._exactly(int(headers.get("content-length", "0")))
+            self._chunks(body)
+        else:
+            self._exactly(int(headers.get("content-length", "0")), body)
+        return body
 
-    def _chunks(self) -> memoryview:
-        out = bytearray()
+    def _chunks(self, body: Body) -> None:
         while size := int(self._until(b"\r\n").split(b";")[0], 16):
-            out += self._exactly(size)
+            self._exactly(size, body)
             self._until(b"\r\n")
         while self._until(b"\r\n"):
             pass
-        return memoryview(out)
 
     def _send(self, answer: Answer, *, head_only: bool) -> None:
         length = answer.length if answer.length is not None else sum(b.nbytes for b in answer.body)
@@ -342,8 +328,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--cert", help="PEM with certificate and key: serve HTTPS")
+    parser.add_argument("--memory", type=int, default=0, help="bytes to make ready before the first request")
     options = parser.parse_args()
-    server = Server()
+    server = Server(Pool(options.memory))
     listener = socket.create_server(("127.0.0.1", options.port), backlog=256)
     context = None
     if options.cert:

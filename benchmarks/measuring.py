@@ -104,10 +104,11 @@ class LightServer:
     Args:
         bucket: made at once.
         certificate: PEM file with certificate and key, to serve HTTPS; the caller trusts it.
+        memory: bytes that it has ready for objects; beyond them it finds and clears pages while it is measured.
     """
 
-    def __init__(self, bucket: str, certificate: Path | None = None) -> None:
-        command = [sys.executable, "-m", "benchmarks.light_server"]
+    def __init__(self, bucket: str, certificate: Path | None = None, memory: int = 4 * 10**9) -> None:
+        command = [sys.executable, "-m", "benchmarks.light_server", "--memory", str(memory)]
         if certificate is not None:
             command += ["--cert", str(certificate)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -103,7 +103,7 @@ def s3_shaped_gpt2(scale: Scale) -> list[Figure]:
 
     def one(number: int) -> list[Figure]:
         peers = [peer for peer in subjects if number == rounds - 1 or peer not in MINUTES]
-        server = LightServer("bench")
+        server = LightServer("bench", memory=9 * 10**9)
         try:
             with shaped(server.url, LINK) as link:
                 cases = _both(_turned(peers, number), "gpt2", _in_bucket("s3"), link.url)
