@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -155,7 +154,7 @@ def _process(*arguments: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     try:
         yield process.stdout.readline().strip(), process
     finally:
-        process.send_signal(signal.SIGINT)  # so that it ends what it started
+        process.terminate()  # it ends what it started
         process.wait(timeout=60)
 
 

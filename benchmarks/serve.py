@@ -50,5 +50,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # unwinds: what was started is ended
     with contextlib.suppress(KeyboardInterrupt):
         main()
