@@ -26,8 +26,8 @@ class _Common:
             Default 256 MiB.
         attempts: most tries of one store request that failed in a passing way. Default 6.
         deadline: seconds for one store request with all its tries. Default 300.
-        engine: what moves the bytes of S3 and GCS: ``"fsspec"`` (s3fs, gcsfs), or ``"obstore"``, which costs less CPU
-            and needs the extra ``[obstore]``. Default ``"fsspec"``.
+        engine: what moves the bytes of S3 and GCS: ``"fsspec"`` (s3fs, gcsfs), or ``"obstore"``, whose loads cost
+            less CPU and which needs the extra ``[obstore]``. Default ``"fsspec"``.
     """
 
     max_concurrency: int = 16
@@ -43,7 +43,11 @@ class _Common:
         for name in ("max_concurrency", "part_size", "memory_budget", "attempts"):
             if type(getattr(self, name)) is not int:
                 raise TypeError(f"{name} must be an int, not {getattr(self, name)!r}.")
-        if not isinstance(self.deadline, (int, float)) or self.deadline != self.deadline:
+        if (
+            isinstance(self.deadline, bool)
+            or not isinstance(self.deadline, (int, float))
+            or self.deadline != self.deadline
+        ):
             raise TypeError(f"deadline must be a number of seconds, not {self.deadline!r}.")
         if self.max_concurrency < 1:
             raise ValueError(f"max_concurrency must be at least 1, not {self.max_concurrency}.")
@@ -69,8 +73,8 @@ class SaveOptions(_Common):
             Default 256 MiB.
         attempts: most tries of one store request that failed in a passing way. Default 6.
         deadline: seconds for one store request with all its tries. Default 300.
-        engine: what moves the bytes of S3 and GCS: ``"fsspec"`` (s3fs, gcsfs), or ``"obstore"``, which costs less CPU
-            and needs the extra ``[obstore]``. Default ``"fsspec"``.
+        engine: what moves the bytes of S3 and GCS: ``"fsspec"`` (s3fs, gcsfs), or ``"obstore"``, which saves no
+            faster and needs the extra ``[obstore]``. Default ``"fsspec"``.
         shard_size: bytes after which a rank begins its next file; one item is never split over files.
             Default 4 GiB.
         assume_single_writer: allow overwrite on a store that cannot refuse a second create, on your word that no
@@ -92,6 +96,14 @@ class SaveOptions(_Common):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if type(self.shard_size) is not int:
+            raise TypeError(f"shard_size must be an int, not {self.shard_size!r}.")
+        if not isinstance(self.assume_single_writer, bool):
+            raise TypeError(f"assume_single_writer must be True or False, not {self.assume_single_writer!r}.")
+        if self.label is not None and not isinstance(self.label, str):
+            raise TypeError(f"label must be a str or None, not {self.label!r}.")
+        if self.lone_ranks is not None and type(self.lone_ranks) is not int:
+            raise TypeError(f"lone_ranks must be an int or None, not {self.lone_ranks!r}.")
         if self.shard_size < 1:
             raise ValueError(f"shard_size is in bytes and must be positive, not {self.shard_size}.")
         if self.lone_ranks is not None and self.lone_ranks < 1:
@@ -109,8 +121,8 @@ class LoadOptions(_Common):
             into a target does not count. Default 256 MiB.
         attempts: most tries of one store request that failed in a passing way. Default 6.
         deadline: seconds for one store request with all its tries. Default 300.
-        engine: what moves the bytes of S3 and GCS: ``"fsspec"`` (s3fs, gcsfs), or ``"obstore"``, which costs less CPU
-            and needs the extra ``[obstore]``. Default ``"fsspec"``.
+        engine: what moves the bytes of S3 and GCS: ``"fsspec"`` (s3fs, gcsfs), or ``"obstore"``, whose loads cost
+            less CPU and which needs the extra ``[obstore]``. Default ``"fsspec"``.
         max_gap: bytes that are as dear as one more request: so many may be read and thrown away to save one. Default
             None: 64 KiB on this machine's disks, 1 MiB over a network.
         share_reads: whether the ranks of the reader's ``process_group`` read each byte that several of them want once,

@@ -76,13 +76,29 @@ def test_reports_are_data() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"part_size": "16MB"}, {"max_concurrency": 2.5}, {"deadline": None}, {"deadline": float("nan")}]
+    "wrong",
+    [
+        {"part_size": "16MB"},
+        {"max_concurrency": 2.5},
+        {"deadline": None},
+        {"deadline": True},
+        {"deadline": float("nan")},
+    ],
 )
 def test_a_value_of_the_wrong_type_is_named(wrong: dict[str, Any]) -> None:
     """A number that is none is refused at once, with the field's name."""
     for kind in (SaveOptions, LoadOptions):
         with pytest.raises(TypeError, match=next(iter(wrong))):
             kind(**wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"shard_size": 1e9}, {"assume_single_writer": "no"}, {"label": 7}, {"lone_ranks": 2.0}]
+)
+def test_a_wrong_type_of_a_save_alone_is_named(wrong: dict[str, Any]) -> None:
+    """What only a save knows is looked at as well: a text is no yes, and a float no count."""
+    with pytest.raises(TypeError, match=next(iter(wrong))):
+        SaveOptions(**wrong)
 
 
 def test_options_of_the_other_kind_are_refused() -> None:
