@@ -67,8 +67,8 @@ class SaveOptions(_Common):
 
     Attributes:
         max_concurrency: most requests to the store in flight at once, per writer. Default 16.
-        part_size: bytes of one upload part; grows by itself where a file nears the store's limit of parts.
-            Default 16 MiB.
+        part_size: bytes of one upload part, at most: down to 8 MiB fewer where that keeps all requests in flight busy,
+            more by itself where a file nears the store's limit of parts. Default 16 MiB.
         memory_budget: bytes of parts in flight of this writer, over all its saves, files and threads.
             Default 256 MiB.
         attempts: most tries of one store request that failed in a passing way. Default 6.

@@ -7,12 +7,26 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-__all__ = ["Coalescer", "Extent", "Request", "Strip", "align", "coalesce", "cut", "pack", "part_size_for", "strips"]
+__all__ = [
+    "Coalescer",
+    "Extent",
+    "Request",
+    "Strip",
+    "align",
+    "coalesce",
+    "cut",
+    "even_part_size",
+    "pack",
+    "part_size_for",
+    "strips",
+]
 
 T = TypeVar("T")
 
 _BETWEEN = 4096
 _SHARE = 32
+_MIB = 1024 * 1024
+_LEAST = 8 * _MIB
 
 
 def pack(sizes: Sequence[int], shard_size: int) -> list[list[int]]:
@@ -34,6 +48,28 @@ def pack(sizes: Sequence[int], shard_size: int) -> list[list[int]]:
         files[-1].append(number)
         filled += size
     return files
+
+
+def even_part_size(total: int, most: int, in_flight: int) -> int:
+    """Bytes of a part, so that every connection has as much to send as the others.
+
+    With parts of ``most`` bytes the last ones leave connections idle, and a small save may have fewer parts than there
+    are connections: each of them then takes as long as its link does for ``most`` bytes. Parts below 8 MiB cost more
+    in requests than that gains, and what goes into one part is one request instead of three.
+
+    Args:
+        total: bytes to be sent, about.
+        most: bytes of a part, at most.
+        in_flight: connections.
+
+    Returns:
+        Whole mebibytes from 8 MiB to ``most``; ``most`` where it is not larger than that, or one part is enough.
+    """
+    if total <= most:
+        return most
+    rounds = max(1, -(-total // (most * in_flight)))
+    each = -(-total // (rounds * in_flight))
+    return min(most, max(_LEAST, -(-each // _MIB) * _MIB))
 
 
 def part_size_for(number: int, base: int, max_parts: int) -> int:

@@ -24,7 +24,7 @@ from dcp_storage.commit import Attempt, Steps, begin, publish
 from dcp_storage.errors import CheckpointError, CommitUnknownError, StoreError, portable
 from dcp_storage.lone import agree_on_label, begin_rank, publish_rank
 from dcp_storage.options import MIB, SaveOptions, SaveReport
-from dcp_storage.plan import pack
+from dcp_storage.plan import even_part_size, pack
 from dcp_storage.records import WrittenItem
 from dcp_storage.resolving import encoded, resolved, size_about
 from dcp_storage.session import Opened, OpenStore, Pointer, checked_options, guard, open_folder, phase
@@ -301,7 +301,8 @@ class FsspecStorageWriter(StorageWriter):
         url = current.location.url
         twins = twins_of(plan.items, planner, url)
         items = [item for number, item in enumerate(plan.items) if number not in twins]
-        packed = pack([size_about(item) for item in items], self.options.shard_size)
+        sizes = [size_about(item) for item in items]
+        packed = pack(sizes, self.options.shard_size)
         order = [k for members in packed for k in members]
         ahead = Ahead([functools.partial(resolved, items[k], planner, url) for k in order], self._budget.total // 4)
 
@@ -320,13 +321,16 @@ class FsspecStorageWriter(StorageWriter):
         if files:
             store.make_folder()
         if self.callback is not None:
-            self.callback.set_size(sum(size_about(item) for item in items))
+            self.callback.set_size(sum(sizes))
+        part_size = min(self.options.part_size, max(self.options.memory_budget, MIB))
+        if store.remote and store.parallel_parts:
+            part_size = even_part_size(sum(sizes), part_size, self.options.max_concurrency)
         written = save.run(
             store,
             files,
             rank=current.rank,
             budget=self._budget,
-            part_size=min(self.options.part_size, max(self.options.memory_budget, MIB)),
+            part_size=part_size,
             max_concurrency=self.options.max_concurrency,
             left_behind=left_behind,
             sent=self._tell,

@@ -10,9 +10,35 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from dcp_storage.plan import Extent, align, coalesce, cut, pack, part_size_for, strips
+from dcp_storage.plan import Extent, align, coalesce, cut, even_part_size, pack, part_size_for, strips
 
 GIB = 1 << 30
+
+
+@given(
+    total=st.integers(1, 2**42),
+    most=st.integers(64 * 1024, 64 * 2**20),
+    in_flight=st.integers(1, 64),
+)
+@example(total=566 * 10**6, most=16 * 2**20, in_flight=16)  # 34 parts in three rounds, the last of two
+@example(total=64 * 2**20, most=16 * 2**20, in_flight=16)  # four parts, twelve connections idle
+def test_even_parts_take_no_more_rounds(total: int, most: int, in_flight: int) -> None:
+    """Even parts are sent in as few rounds as the largest, none is below 8 MiB, and no two rounds could be one."""
+    size = even_part_size(total, most, in_flight)
+    assert min(most, 8 * 2**20) <= size <= most
+    rounds, fewest = (math.ceil(math.ceil(total / one) / in_flight) for one in (size, most))
+    assert rounds == fewest
+    if total > most > size > 8 * 2**20:  # a mebibyte less would need one round more
+        assert math.ceil(total / (size - 2**20)) > fewest * in_flight
+
+
+def test_even_parts_of_known_saves() -> None:
+    """Sizes worked out by hand: 0.57 GB in 48 parts and not 34, 64 MiB in 8 and not 4, 10 MiB in one."""
+    mib = 2**20
+    assert even_part_size(566_000_000, 16 * mib, 16) == 12 * mib
+    assert even_part_size(64 * mib, 16 * mib, 16) == 8 * mib
+    assert even_part_size(10 * mib, 16 * mib, 16) == 16 * mib
+    assert even_part_size(10**12, 16 * mib, 16) == 16 * mib
 
 
 @given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 60))
