@@ -18,7 +18,7 @@ import torch
 from dcp_storage.crc import block_sums, combine_all
 from dcp_storage.errors import CheckpointError
 from dcp_storage.records import block_size
-from dcp_storage.sealing import alignment, can_seal, seal, write_unsummed
+from dcp_storage.sealing import Seal, alignment, can_seal, write_unsummed
 from dcp_storage.store import Buffers, total
 
 __all__ = [
@@ -261,32 +261,32 @@ def _fill_sealed(out: Encoded, tensor: torch.Tensor, memory: memoryview) -> None
     """Makes the item with one run over the tensor's memory, which gives its blocks' sums too."""
     length = memory.nbytes
     if length <= _SMALL:
-        before, after = _frame(tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), alignment())
+        seal = _frame(tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), alignment())
     else:
-        before, after = _unsummed(tensor, memory)
+        seal = _unsummed(tensor, memory)
     block = block_size(length)
     out.blocks = block_sums(memory, block)
     whole, rest = divmod(length, block)
     pieces = [*zip(out.blocks, [block] * whole, strict=False), *([(out.blocks[-1], rest)] if rest else [])]
     out.payload_crc32 = combine_all(pieces)
-    before, after = seal(before, length, after, out.payload_crc32)
+    before, after = seal.fill(out.payload_crc32)
     out.buffers = [memoryview(before), memory, memoryview(after)]
     out.payload_offset = len(before)
     out.length = len(before) + length + len(after)
     out.copied += len(before) + len(after)
 
 
-def _unsummed(tensor: torch.Tensor, memory: memoryview) -> tuple[bytes, bytes]:
+def _unsummed(tensor: torch.Tensor, memory: memoryview) -> Seal:
     made = Encoded()
     sink = _Sink(made, memory)
     write_unsummed(tensor, sink)
     sink.finish()
     before, _, after = made.buffers
-    return bytes(before), bytes(after)
+    return Seal(bytes(before), memory.nbytes, bytes(after))
 
 
 @functools.lru_cache(maxsize=1024)
-def _frame(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], aligned_to: int) -> tuple[bytes, bytes]:
+def _frame(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], aligned_to: int) -> Seal:
     """What surrounds the payload of small tensors of one kind, which a model has by the hundred.
 
     ``aligned_to`` is torch's setting, on which it depends; it is here to tell what is remembered apart.

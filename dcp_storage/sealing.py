@@ -14,6 +14,7 @@ import functools
 import io
 import pickle
 import struct
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +22,7 @@ from torch import serialization
 
 from dcp_storage.crc import crc32
 
-__all__ = ["Sink", "UnlikeError", "alignment", "can_seal", "seal", "write_unsummed"]
+__all__ = ["Seal", "Sink", "UnlikeError", "alignment", "can_seal", "write_unsummed"]
 
 _ID_RECORD = b"/.data/serialization_id"
 _ID_NAMES = 20  # digits that stand for the names of the records; as many follow for their sums
@@ -72,20 +73,21 @@ class _Archive:
         self.resume = len(before) + length
         self.size = self.resume + len(after)
 
-    def _half(self, at: int, count: int) -> tuple[bytearray, int]:
+    def place(self, at: int, count: int) -> tuple[int, int]:
+        """In which half these bytes are, 0 or 1, and where there."""
         if at >= 0 and at + count <= self.stop:
-            return self.before, at
+            return 0, at
         if self.resume <= at and at + count <= self.size:
-            return self.after, at - self.resume
+            return 1, at - self.resume
         raise UnlikeError
 
     def read(self, at: int, count: int) -> bytes:
-        half, place = self._half(at, count)
-        return bytes(half[place : place + count])
+        half, place = self.place(at, count)
+        return bytes((self.before, self.after)[half][place : place + count])
 
     def write(self, at: int, data: bytes) -> None:
-        half, place = self._half(at, len(data))
-        half[place : place + len(data)] = data
+        half, place = self.place(at, len(data))
+        (self.before, self.after)[half][place : place + len(data)] = data
 
     def unpack(self, form: struct.Struct, at: int, signature: bytes) -> tuple[Any, ...]:
         fields = form.unpack(self.read(at, form.size))
@@ -126,43 +128,80 @@ def _combined(seed: int, value: int) -> int:
     return (seed ^ (value + 0x9E3779B9 + (seed << 6 & _WORD) + (seed >> 2))) & _WORD
 
 
-def seal(before: bytes, length: int, after: bytes, payload_crc: int) -> tuple[bytes, bytes]:
-    """Fills an archive's CRC-32s in.
+@dataclass(frozen=True)
+class _Record:
+    """A record whose sum depends on the payload: the payload itself, or the one that identifies the archive.
+
+    Attributes:
+        sums: where its CRC-32 stands, twice; each a half of the archive (0 before the payload, 1 after it) and a place.
+        names: of the identifying record: what stands before its last digits; None for the payload.
+        digits: where those are, and how many.
+    """
+
+    sums: tuple[tuple[int, int], tuple[int, int]]
+    names: bytes | None = None
+    digits: tuple[int, int, int] = (0, 0, 0)
+
+
+class Seal:
+    """Where an archive's CRC-32s go; those that do not depend on the payload are in place already.
 
     Args:
-        before: its bytes before the payload.
+        before: the archive's bytes before the payload.
         length: bytes of the payload.
-        after: its bytes after the payload.
-        payload_crc: CRC-32 of the payload.
-
-    Returns:
-        ``before`` and ``after`` as ``torch.save`` makes them.
+        after: the archive's bytes after the payload.
 
     Raises:
         UnlikeError: the archive is not laid out as expected.
     """
-    archive = _Archive(before, length, after)
-    at, count = _directory(archive)
-    combined = 0
-    for _ in range(count):
-        fields = archive.unpack(_CENTRAL, at, b"PK\x01\x02")
-        name_size, extra_size, comment_size = fields[10:13]
-        name = archive.read(at + _CENTRAL.size, name_size)
-        size, start = _wide(fields, archive.read(at + _CENTRAL.size + name_size, extra_size))
-        local = archive.unpack(_LOCAL, start, b"PK\x03\x04")
-        begin = start + _LOCAL.size + local[9] + local[10]
-        if name.endswith(_ID_RECORD):
-            names = archive.read(begin, size)[:_ID_NAMES]
-            archive.write(begin, names + str(combined).zfill(size - _ID_NAMES).encode())
-        crc = payload_crc if begin == archive.stop and size == length else crc32(archive.read(begin, size))
-        if archive.read(begin + size, 4) != b"PK\x07\x08":
-            raise UnlikeError
-        sum_ = struct.pack("<I", crc)
-        archive.write(begin + size + 4, sum_)
-        archive.write(at + 16, sum_)
-        combined = _combined(combined, crc)
-        at += _CENTRAL.size + name_size + extra_size + comment_size
-    return bytes(archive.before), bytes(archive.after)
+
+    def __init__(self, before: bytes, length: int, after: bytes) -> None:
+        archive = _Archive(before, length, after)
+        self._records: list[int | _Record] = []  # in the directory's order; of the others their CRC-32
+        at, count = _directory(archive)
+        for _ in range(count):
+            fields = archive.unpack(_CENTRAL, at, b"PK\x01\x02")
+            name_size, extra_size, comment_size = fields[10:13]
+            name = archive.read(at + _CENTRAL.size, name_size)
+            size, start = _wide(fields, archive.read(at + _CENTRAL.size + name_size, extra_size))
+            local = archive.unpack(_LOCAL, start, b"PK\x03\x04")
+            begin = start + _LOCAL.size + local[9] + local[10]
+            if archive.read(begin + size, 4) != b"PK\x07\x08":
+                raise UnlikeError
+            places = begin + size + 4, at + 16
+            sums = archive.place(places[0], 4), archive.place(places[1], 4)
+            if name.endswith(_ID_RECORD):
+                rest = size - _ID_NAMES
+                names = archive.read(begin, _ID_NAMES)
+                self._records.append(_Record(sums, names, (*archive.place(begin + _ID_NAMES, rest), rest)))
+            elif begin == archive.stop and size == length:
+                self._records.append(_Record(sums))
+            else:
+                crc = crc32(archive.read(begin, size))
+                for place in places:
+                    archive.write(place, struct.pack("<I", crc))
+                self._records.append(crc)
+            at += _CENTRAL.size + name_size + extra_size + comment_size
+        self._halves = bytes(archive.before), bytes(archive.after)
+
+    def fill(self, payload_crc: int) -> tuple[bytes, bytes]:
+        """What ``torch.save`` puts before and after a payload with this CRC-32."""
+        halves = tuple(bytearray(half) for half in self._halves)
+        combined = 0
+        for record in self._records:
+            if isinstance(record, int):
+                crc = record
+            else:
+                crc = payload_crc
+                if record.names is not None:
+                    half, place, count = record.digits
+                    digits = str(combined).zfill(count).encode()
+                    halves[half][place : place + count] = digits
+                    crc = crc32(record.names + digits)
+                for half, place in record.sums:
+                    halves[half][place : place + 4] = struct.pack("<I", crc)
+            combined = _combined(combined, crc)
+        return bytes(halves[0]), bytes(halves[1])
 
 
 class _Halves:
@@ -203,7 +242,7 @@ def _seals_alike() -> bool:
         try:
             write_unsummed(sample, halves)
             before, after = (bytes(part) for part in halves.parts)
-            before, after = seal(before, len(halves.payload), after, crc32(halves.payload))
+            before, after = Seal(before, len(halves.payload), after).fill(crc32(halves.payload))
         except (UnlikeError, TypeError, AttributeError, RuntimeError):  # what another torch's inside may say
             return False
         if before + halves.payload + after != wanted.getvalue():

@@ -14,7 +14,7 @@ from torch import serialization
 
 from dcp_storage import sealing
 from dcp_storage.codec import encode
-from dcp_storage.sealing import UnlikeError, can_seal, seal
+from dcp_storage.sealing import Seal, UnlikeError, can_seal
 
 SHAPES = [(), (1,), (5, 7), (3, 1, 4), (513, 1025), (2, 600, 700)]
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.uint16]
@@ -126,7 +126,7 @@ def test_an_archive_that_is_none_is_refused(cut: int) -> None:
     """Bytes that are no such archive raise, and are not taken for one."""
     data = saved(torch.arange(16.0))
     with pytest.raises(UnlikeError):
-        seal(data[:704], 64, data[768:-cut], 0)
+        Seal(data[:704], 64, data[768:-cut])
 
 
 @pytest.mark.slow
