@@ -68,9 +68,10 @@ class SaveOptions(_Common):
     Attributes:
         max_concurrency: most requests to the store in flight at once, per writer. Default 16.
         part_size: bytes of one upload part, at most: down to 8 MiB fewer where that keeps all requests in flight busy,
-            more by itself where a file nears the store's limit of parts. Default 16 MiB.
-        memory_budget: bytes of parts in flight of this writer, over all its saves, files and threads.
-            Default 256 MiB.
+            more by itself where a file nears the store's limit of parts, and never less than the store takes (5 MiB on
+            S3). Default 16 MiB.
+        memory_budget: bytes of parts in flight of this writer, over all its saves, files and threads. A single part
+            larger than the budget still goes through, alone. Default 256 MiB.
         attempts: most tries of one store request that failed in a passing way. Default 6.
         deadline: seconds for one store request with all its tries. Default 300.
         engine: what moves the bytes of S3 and GCS: ``"fsspec"`` (s3fs, gcsfs), or ``"obstore"``, which saves no
@@ -118,7 +119,8 @@ class LoadOptions(_Common):
         max_concurrency: most requests to the store in flight at once, per reader. Default 16.
         part_size: bytes of one ranged read, at most. Default 16 MiB.
         memory_budget: bytes of staging buffers of this reader, over all its loads and threads; what is read straight
-            into a target does not count. Default 256 MiB.
+            into a target does not count. A single piece larger than the budget still goes through, alone. Default
+            256 MiB.
         attempts: most tries of one store request that failed in a passing way. Default 6.
         deadline: seconds for one store request with all its tries. Default 300.
         engine: what moves the bytes of S3 and GCS: ``"fsspec"`` (s3fs, gcsfs), or ``"obstore"``, whose loads cost
